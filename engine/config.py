@@ -1,0 +1,179 @@
+"""The engine's configuration: frozen, validated when made, never patched later.
+
+`EngineConfig.from_kwargs` takes the keywords of `LLM(...)` under vLLM's names; an unknown one raises and names the closest.
+What depends on the checkpoint or on the machine is settled once, by `resolve`, which returns a new config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32, "float": torch.float32, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "half": torch.float16, "fp16": torch.float16,
+}  # fmt: skip
+KERNEL_BACKENDS = ("auto", "triton", "torch", "interpret", "loop")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOAD_FORMATS = ("auto", "dummy")
+SPECULATIVE_METHODS: tuple[str, ...] = ()
+"""Methods this build can run; `SpeculativeConfig` refuses every other name."""
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be: says what was asked, what is possible and what to do."""
+
+
+def closest(name: str, names: Any) -> str:
+    """`", did you mean 'x'?"` for the nearest of `names`, or nothing."""
+    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f", did you mean {match[0]!r}?" if match else ""
+
+
+def _choice(what: str, value: str, choices: Any) -> None:
+    if value not in choices:
+        raise ConfigError(f"{what}={value!r}: possible are {', '.join(map(repr, choices))}{closest(str(value), choices)}")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made. `method="dspark"` needs runner V2."""
+
+    method: str
+    num_speculative_tokens: int = 0
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATIVE_METHODS:
+            known = ", ".join(map(repr, SPECULATIVE_METHODS)) or "none yet"
+            raise ConfigError(
+                f"speculative method {self.method!r} is not in this version (available: {known}); leave speculative_config out"
+            )
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All knobs of one engine, under vLLM's names. None means: settled by `resolve` from the checkpoint or the machine."""
+
+    model: str = "SmolLM2-135M-Instruct"
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    """"auto" is float32 on a CPU and bfloat16 on CUDA."""
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    """None is 64 on a CPU and 256 on CUDA, or the token budget where that is less."""
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = True
+    use_v2_model_runner: bool | None = None
+    speculative_config: SpeculativeConfig | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    enforce_eager: bool = False
+    skip_tokenizer_init: bool = False
+    kernel_backend: Literal["auto", "triton", "torch", "interpret", "loop"] = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] = field(default=())
+    """Sizes to which a pure decode batch is padded. Empty on a CPU; give some to see the padding there."""
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in kwargs:
+            if key not in names:
+                raise ConfigError(f"unknown keyword {key!r}{closest(key, names)} The keywords are: {', '.join(names)}")
+        spec = kwargs.get("speculative_config")
+        if isinstance(spec, dict):
+            known = [f.name for f in dataclasses.fields(SpeculativeConfig)]
+            for key in spec:
+                if key not in known:
+                    raise ConfigError(f"unknown key {key!r} in speculative_config{closest(key, known)} Known: {', '.join(known)}")
+            if "method" not in spec:
+                raise ConfigError("speculative_config needs a 'method'")
+            kwargs["speculative_config"] = SpeculativeConfig(**spec)
+        if kwargs.get("cudagraph_capture_sizes") is not None and "cudagraph_capture_sizes" in kwargs:
+            kwargs["cudagraph_capture_sizes"] = tuple(sorted(kwargs["cudagraph_capture_sizes"]))
+        return cls(**kwargs)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "block_size"):
+            _positive(name, getattr(self, name))
+        for name in ("max_num_seqs", "max_model_len", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enforce_eager", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if self.use_v2_model_runner not in (None, True, False):
+            raise ConfigError(f"use_v2_model_runner={self.use_v2_model_runner!r}: must be True, False or None (the default)")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed={self.seed!r}: must be an integer")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1")
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+            raise ConfigError("num_gpu_blocks_override=1: at least 2, since block 0 is the null block that no request owns")
+        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "every running request needs one token of the budget a step; raise the first or lower the second"
+            )
+        for size in self.cudagraph_capture_sizes:
+            _positive("cudagraph_capture_sizes", size)
+        _choice("kernel_backend", self.kernel_backend, KERNEL_BACKENDS)
+        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("dtype", self.dtype, ("auto", *DTYPES))
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ConfigError(f"device={self.device!r}: possible are 'auto', 'cpu', 'cuda' and 'cuda:N'")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device={self.device!r}: this torch sees no CUDA device; use device='cpu' or 'auto'")
+
+    @property
+    def torch_device(self) -> torch.device:
+        name = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.float32 if self.torch_device.type == "cpu" else torch.bfloat16
+        return DTYPES[self.dtype]
+
+    def resolve(self, *, model_max_len: int, num_gpu_blocks: int) -> EngineConfig:
+        """This config with `max_model_len` and the number of KV blocks settled.
+
+        Raises ConfigError if max_model_len exceeds what the checkpoint's positions allow.
+        """
+        max_len = self.max_model_len if self.max_model_len is not None else model_max_len
+        if max_len > model_max_len:
+            raise ConfigError(
+                f"max_model_len={max_len} is more than the {model_max_len} positions of {self.model!r}; ask for at most {model_max_len}"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={max_len} and chunked prefill is off, so "
+                "a long prompt could never run; raise the budget, lower max_model_len or set enable_chunked_prefill=True"
+            )
+        max_seqs = self.max_num_seqs
+        if max_seqs is None:
+            max_seqs = min(64 if self.torch_device.type == "cpu" else 256, self.max_num_batched_tokens)
+        return dataclasses.replace(
+            self, max_model_len=max_len, num_gpu_blocks_override=num_gpu_blocks, max_num_seqs=max_seqs
+        )
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")

@@ -1,0 +1,218 @@
+"""EngineCore: one engine's requests, scheduler and runner, and its two loops.
+
+`phases()` is a generator over the phases of one step and `step()` drains it: stepping and running are the same code. The two
+loops call the same functions in another order. Plain: a step's output is fetched before the next step is scheduled.
+Overlapped (`async_scheduling`): the next step is scheduled and launched first, so the host works while the device computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from . import snapshot as snapshots
+from .config import EngineConfig
+from .hooks import Hooks
+from .interrupts import deferred_interrupt
+from .models import LoadedModel
+from .output_processor import OutputProcessor, ParentRequest
+from .request import Request, RequestOutput
+from .sched_output import ModelRunnerOutput, SchedulerOutput
+from .scheduler import Scheduler
+from .worker import Worker, choose_runner, num_kv_blocks
+
+MAX_STEPS_IN_FLIGHT = 2
+"""Overlapped loop: one step runs on the device while the host prepares the next (vLLM's batch queue of two)."""
+
+
+class PendingOutput(Protocol):
+    """A step's output, perhaps still on its way; `get_output` waits for it."""
+
+    def get_output(self) -> ModelRunnerOutput: ...
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    scheduler_output: SchedulerOutput
+    output: PendingOutput
+
+
+class EngineCore:
+    """Raises ConfigError if `config` cannot be. `loaded` may be shared by several engines: steps only read it."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, keep_finished: bool = False) -> None:
+        self.use_v2 = choose_runner(config)
+        self.config = config.resolve(
+            model_max_len=loaded.config.max_position_embeddings, num_gpu_blocks=num_kv_blocks(config, loaded.config)
+        )
+        self.loaded = loaded
+        self.hooks = Hooks("v2" if self.use_v2 else "v1")
+        self.worker = Worker(self.config, self.use_v2, loaded, self.hooks)
+        self.device = self.worker.device
+        self.runner = self.worker.runner
+        self.scheduler = Scheduler(self.config, self.hooks, self.use_v2)
+        self.output_processor = OutputProcessor(loaded.tokenizer, self.hooks)
+        self.in_flight: deque[InFlightStep] = deque()
+        self.keep_finished = keep_finished
+        self.finished: dict[str, Request] = {}
+        """With `keep_finished`: requests that ended, so that snapshots still show them."""
+        self._current: Iterator[str] | None = None
+        self._outputs: list[RequestOutput] = []
+
+    # -- requests
+
+    def add_request(self, parent: ParentRequest, requests: list[Request]) -> None:
+        """Queues what makes one caller's request: all of `requests` or none. Raises ValueError if one can never run."""
+        added = []
+        try:
+            for request in requests:
+                self.scheduler.add_request(request)
+                added.append(request.request_id)
+        except ValueError:
+            self.scheduler.finish_requests(added)
+            raise
+        self.output_processor.add(parent, requests)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests at any moment; unknown and finished ids are ignored. Their blocks are free at once."""
+        for request_id in request_ids:
+            children = self.output_processor.child_ids(request_id)
+            self._remember(self.scheduler.requests[child] for child in children if child in self.scheduler.requests)
+            self.scheduler.finish_requests(children)
+            self.output_processor.forget(request_id)
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    # -- steps
+
+    @property
+    def step_count(self) -> int:
+        return self.hooks.step
+
+    def step(self) -> list[RequestOutput]:
+        """One whole step, or the rest of the one that `phases()` left unfinished. Returns the outputs that arrived in it.
+
+        A Ctrl-C is raised when the step has ended. If the step fails, `recover` has run when the error is raised.
+        """
+        with deferred_interrupt():
+            for _ in self.phases():
+                pass
+            return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def phases(self) -> Iterator[str]:
+        """The phases of one step, each named after it has run. An unfinished step goes on where it stopped."""
+        if self._current is None:
+            self.hooks.step += 1
+            self._current = self._overlapped_step() if self.config.async_scheduling else self._plain_step()
+        while True:
+            try:
+                with deferred_interrupt():
+                    phase = next(self._current)
+            except StopIteration:
+                break
+            except Exception:
+                self.recover()
+                raise
+            yield phase
+        self._current = None
+        self.device.emit_spans()
+
+    def _plain_step(self) -> Iterator[str]:
+        scheduled = self._schedule()
+        yield "schedule"
+        yield from self._execute(scheduled)
+        if self.in_flight:
+            self._deliver()
+            yield "output"
+
+    def _overlapped_step(self) -> Iterator[str]:
+        scheduled = self._schedule()
+        yield "schedule"
+        yield from self._execute(scheduled)
+        if len(self.in_flight) == MAX_STEPS_IN_FLIGHT or not scheduled.total_num_scheduled_tokens:
+            if self.in_flight:
+                self._deliver()
+                yield "output"
+
+    def _schedule(self) -> SchedulerOutput:
+        with self.hooks.span("schedule"):
+            scheduled = self.scheduler.schedule(self.hooks.step)
+            self.output_processor.mark_scheduled([new.req_id for new in scheduled.scheduled_new_reqs])
+            return scheduled
+
+    def _execute(self, scheduled: SchedulerOutput) -> Iterator[str]:
+        """The runner's part: state, inputs, forward, sample. Everything for the device is only queued."""
+        if not scheduled.total_num_scheduled_tokens:
+            self.runner.finish_requests(scheduled)
+            return
+        with self.hooks.span("update states"):
+            self.runner.update_states(scheduled)
+        yield "update states"
+        with self.hooks.span("prepare inputs"):
+            self.runner.prepare_inputs(scheduled)
+        yield "prepare inputs"
+        with self.hooks.span("forward"):
+            self.runner.forward()
+        yield "forward"
+        with self.hooks.span("sample"):
+            self.in_flight.append(InFlightStep(scheduled, self.runner.sample_tokens()))
+        yield "sample"
+
+    def _deliver(self) -> None:
+        """Fetches the oldest step's output and hands its tokens on."""
+        with self.hooks.span("output"):
+            step = self.in_flight.popleft()
+            output = step.output.get_output()
+            updates = self.scheduler.update_from_output(step.scheduler_output, output)
+            self._outputs += self.output_processor.process(
+                updates, output.logprobs, step.scheduler_output.step, self._stop_at_string
+            )
+            self._remember(request for request, _ in updates if request.is_finished)
+
+    def _stop_at_string(self, request: Request, stop: str) -> None:
+        if not request.is_finished:
+            self.scheduler.finish_requests([request.request_id], "stop")
+        request.finish_reason, request.stop_reason = "stop", stop
+
+    def recover(self) -> None:
+        """After a failure: waits for the device, gives up what is in flight, and lets every request be computed again.
+
+        Nothing that reached the host is lost: a request keeps its tokens and goes on behind them.
+        """
+        self._current = None
+        self.device.reset()
+        self.in_flight.clear()
+        self.scheduler.recover()
+        self.runner.reset()
+
+    # -- looking
+
+    def snapshot(self) -> snapshots.PendingSnapshot:
+        """Frozen views of the state, without a wait here; see `snapshot.take`."""
+        return snapshots.take(self)
+
+    def drain(self) -> None:
+        """Waits until the device is idle: a pause, outside any step."""
+        self.device.drain()
+        self.device.emit_spans()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if scheduler, blocks and runner rows do not agree."""
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Ends the device's threads. The engine cannot step afterwards."""
+        self.device.close()
+        gc.collect()
+
+    def _remember(self, requests: Iterable[Request]) -> None:
+        if self.keep_finished:
+            self.finished.update((request.request_id, request) for request in requests)

@@ -1,0 +1,277 @@
+"""Events and spans of the engine, and subscriptions to them.
+
+Only what an observer may know is here; nothing in this file changes the engine. An event is a frozen dataclass that carries
+the step, the runner and a time (`time.perf_counter_ns`). Emitting with no subscriber costs one attribute test:
+
+    if hooks.active:
+        hooks.emit(RowMoved(...))
+
+Device spans are measured by device events and emitted after the step that made them, so observing never adds a wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+Lane = Literal["host", "compute", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What every event carries. `step` counts engine steps from 1; `time_ns` is `time.perf_counter_ns()`."""
+
+    step: int
+    runner: str
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdded(Event):
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestScheduled(Event):
+    """`num_tokens` of the request run in this step, from position `num_computed_tokens` on."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    kind: Literal["new", "running", "resumed"]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted(Event):
+    request_id: str
+    num_computed_tokens: int
+    by: str
+    """The request whose need for a block caused it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResumed(Event):
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowWritten(Event):
+    """A request got a row: of the persistent batch (V1) or of the state table (V2)."""
+
+    request_id: str
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowMoved(Event):
+    """V1 only: `condense` fills a hole (`src` -> `dst`); `swap` exchanges two rows."""
+
+    request_id: str
+    src: int
+    dst: int
+    how: Literal["condense", "swap"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFreed(Event):
+    request_id: str
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTableGathered(Event):
+    """V2 only: batch position i of this step reads state row `idx_mapping[i]`."""
+
+    idx_mapping: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InputsPrepared(Event):
+    """`made_by` names, for each input tensor, who made it: a kernel, a host loop, a copy."""
+
+    num_reqs: int
+    num_tokens: int
+    num_tokens_padded: int
+    made_by: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunched(Event):
+    name: str
+    form: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait(Event):
+    """The host stood still for a stream. `inside_step` is False for the wait that fetches a finished step's output."""
+
+    reason: str
+    begin_ns: int
+    end_ns: int
+    inside_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled(Event):
+    """A token of a step reached the host. `position` is its absolute position in the request."""
+
+    request_id: str
+    token_id: int
+    position: int
+    sampled_in_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelivered(Event):
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    new_text: str
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpanBegun(Event):
+    """A phase of the host begins (device spans come whole, as `SpanEnded`)."""
+
+    name: str
+    lane: Lane
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEnded(Event):
+    """A measured stretch of time in one lane, `begin_ns`..`end_ns` on the clock of `time.perf_counter_ns`."""
+
+    name: str
+    lane: Lane
+    begin_ns: int
+    end_ns: int
+
+
+Subscriber = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class _Subscription:
+    types: tuple[type[Event], ...]
+    fn: Subscriber
+
+
+class Hooks:
+    """The emitting side, one an engine. Thread-safe: subscriptions are replaced, never edited, under a lock."""
+
+    def __init__(self, runner: str) -> None:
+        self.runner = runner
+        self.step = 0
+        self.active = False
+        self.errors: list[str] = []
+        """Reports of subscribers that raised and were dropped."""
+        self._subscriptions: tuple[_Subscription, ...] = ()
+        with _lock:
+            _all_hooks.add(self)
+            for subscription in _everywhere:
+                self._add(subscription)
+
+    @contextmanager
+    def subscribe(self, types: type[Event] | Iterable[type[Event]], fn: Subscriber) -> Iterator[None]:
+        """Calls `fn(event)` for each event of `types` (subclasses count) while the context is open."""
+        subscription = _Subscription(_as_types(types), fn)
+        with _lock:
+            self._add(subscription)
+        try:
+            yield
+        finally:
+            with _lock:
+                self._remove(subscription)
+
+    def emit(self, event: Event) -> None:
+        """Hands `event` to its subscribers. One that raises is reported on `errors` and dropped; the step goes on."""
+        for subscription in self._subscriptions:
+            if isinstance(event, subscription.types):
+                try:
+                    subscription.fn(event)
+                except Exception as error:  # noqa: BLE001 - an observer must never break the engine
+                    self.errors.append(f"{subscription.fn!r} raised {error!r} on {type(event).__name__}: dropped")
+                    with _lock:
+                        self._remove(subscription)
+
+    def stamp(self) -> tuple[int, str, int]:
+        """The three leading fields of an event that happens now."""
+        return self.step, self.runner, time.perf_counter_ns()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Measures a phase of the host."""
+        if not self.active:
+            yield
+            return
+        begin = time.perf_counter_ns()
+        self.emit(SpanBegun(self.step, self.runner, begin, name, "host"))
+        try:
+            yield
+        finally:
+            end = time.perf_counter_ns()
+            self.emit(SpanEnded(self.step, self.runner, end, name, "host", begin, end))
+
+    def _add(self, subscription: _Subscription) -> None:
+        self._subscriptions = (*self._subscriptions, subscription)
+        self.active = True
+
+    def _remove(self, subscription: _Subscription) -> None:
+        self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
+        self.active = bool(self._subscriptions)
+
+
+_lock = threading.RLock()
+_all_hooks: weakref.WeakSet[Hooks] = weakref.WeakSet()
+_everywhere: list[_Subscription] = []
+
+
+@contextmanager
+def subscribe(types: type[Event] | Iterable[type[Event]], fn: Subscriber) -> Iterator[None]:
+    """As `Hooks.subscribe`, for every engine of the process, those made later included."""
+    subscription = _Subscription(_as_types(types), fn)
+    with _lock:
+        _everywhere.append(subscription)
+        for hooks in _all_hooks:
+            hooks._add(subscription)
+    try:
+        yield
+    finally:
+        with _lock:
+            _everywhere.remove(subscription)
+            for hooks in _all_hooks:
+                hooks._remove(subscription)
+
+
+def _as_types(types: type[Event] | Iterable[type[Event]]) -> tuple[type[Event], ...]:
+    result = (types,) if isinstance(types, type) else tuple(types)
+    for t in result:
+        if not (isinstance(t, type) and issubclass(t, Event)):
+            names = ", ".join(sorted(c.__name__ for c in Event.__subclasses__()))
+            raise TypeError(f"subscribe: {t!r} is no event type; the event types are Event (all) and {names}")
+    return result
+
+
+@dataclass
+class WaitCounter:
+    """Counts the host's waits by reason; runners report through it, tests hold V2's step to zero."""
+
+    inside_step: dict[str, int] = field(default_factory=dict)
+    outside_step: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str, inside_step: bool) -> None:
+        counts = self.inside_step if inside_step else self.outside_step
+        counts[reason] = counts.get(reason, 0) + 1

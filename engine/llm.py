@@ -1,0 +1,279 @@
+"""LLM: the front door. Named and behaving as vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from huggingface_hub.utils import tqdm
+
+from .config import ConfigError, EngineConfig
+from .core import EngineCore
+from .hooks import Hooks
+from .models import LoadedModel, load_model
+from .output_processor import ParentRequest
+from .request import Request, RequestOutput, SamplingParams
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Message = Mapping[str, str]
+MAX_STOP_IDS = 128
+
+
+class LLM:
+    """A model, a scheduler and a runner.
+
+    Args:
+        model: a folder or file of a Llama, Qwen2 or Qwen3 checkpoint (safetensors or GGUF), a hub name, or the name of a
+            built-in config with `load_format="dummy"`. Left out: SmolLM2-135M-Instruct.
+        loaded: another engine's `llm.loaded`, to share its weights; then `model`, `tokenizer` and `load_format` stay out.
+        keep_finished: finished requests stay visible in snapshots (the workbench's wish).
+        **kwargs: every field of `EngineConfig`; an unknown one raises ConfigError and names the closest.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, loaded: LoadedModel | None = None, keep_finished: bool = False, **kwargs: Any
+    ) -> None:
+        if model is not None:
+            kwargs["model"] = str(model)
+        if loaded is not None:
+            taken = [key for key in ("model", "tokenizer", "load_format") if key in kwargs]
+            if taken:
+                raise ConfigError(f"{', '.join(taken)} can't be given together with loaded=, which brings the model {loaded.name!r}")
+            kwargs |= {"model": loaded.name, "load_format": loaded.load_format}
+        config = EngineConfig.from_kwargs(**kwargs)
+        if loaded is None:
+            loaded = load_model(
+                config.model, tokenizer=config.tokenizer, dtype=config.torch_dtype, device=config.torch_device,
+                load_format=config.load_format, seed=config.seed, skip_tokenizer_init=config.skip_tokenizer_init,
+            )  # fmt: skip
+        self.loaded = loaded
+        self.core = EngineCore(config, loaded, keep_finished)
+        self._counter = itertools.count()
+        # Outputs of requests that somebody is reading one by one.
+        self._streams: dict[str, list[RequestOutput]] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settled configuration."""
+        return self.core.config
+
+    @property
+    def hooks(self) -> Hooks:
+        return self.core.hooks
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; ConfigError if the engine was made without one."""
+        if self.loaded.tokenizer is None:
+            raise ConfigError(
+                f"{self.loaded.name!r} runs without a tokenizer (skip_tokenizer_init, or a dummy model): give prompts as "
+                '{"prompt_token_ids": [...]}, or load a tokenizer'
+            )
+        return self.loaded.tokenizer
+
+    # -- whole answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; the results are in the prompts' order.
+
+        A prompt is a string or `{"prompt_token_ids": [...]}`. All prompts are checked before any is run. When it is interrupted
+        or fails, its requests are aborted and the engine can be used again.
+        """
+        batch = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(batch))
+        ids: list[str] = []
+        results: dict[str, RequestOutput] = {}
+        bar = tqdm(total=len(batch), desc="Processed prompts", disable=not use_tqdm)
+        try:
+            for prompt, one in zip(batch, params, strict=True):
+                ids.append(self.add(prompt, one))
+            pending = set(ids)
+            while pending:
+                for output in self.step():
+                    if output.finished and output.request_id in pending:
+                        pending.discard(output.request_id)
+                        results[output.request_id] = output
+                        bar.update()
+        finally:
+            bar.close()
+            self.abort([request_id for request_id in ids if request_id not in results])
+        self._settle()
+        return [results[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or a list of them, through the checkpoint's chat template."""
+        if not messages:
+            raise ValueError("chat: no messages; give a list of {'role': ..., 'content': ...}")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.chat_prompt(m, add_generation_prompt, chat_template_kwargs)  # type: ignore[arg-type]
+            for m in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt that `chat` would run. The template writes its own special tokens, so none are added."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+        )
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    # -- token by token
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields the growing output after each step that gave the request a token. Closing the iterator aborts the request."""
+        request_id = self.add(prompt, sampling_params)
+        buffer = self._streams[request_id] = []
+        finished = False
+        try:
+            while not finished:
+                while not buffer:
+                    self.step()
+                output = buffer.pop(0)
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request_id]
+            if not finished:
+                self.abort([request_id])
+        self._settle()
+
+    def add(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queues one request for the next `step()` and returns its id. Raises ValueError, with nothing queued, if it can't run."""
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
+        if request_id is None:
+            request_id = str(next(self._counter))
+        if self.core.output_processor.has_parent(request_id):
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+        text, token_ids = self._tokenize(prompt)
+        stop_ids = self._stop_ids(params)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self.core.scheduler.max_new_tokens(len(token_ids)))
+        parent = ParentRequest(request_id, text, token_ids, params, time.monotonic())
+        requests = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                prompt_token_ids=token_ids,
+                sampling_params=_child_params(params, index),
+                max_tokens=max_tokens,
+                stop_token_ids=stop_ids,
+                priority=priority,
+            )
+            for index in range(params.n)
+        ]
+        self.core.add_request(parent, requests)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step; the outputs that arrived in it."""
+        outputs = self.core.step()
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+        return outputs
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests; unknown and finished ids are ignored."""
+        self.core.abort(request_ids)
+
+    def close(self) -> None:
+        """Ends the engine's threads and lets go of its memory; the weights stay with who shares them."""
+        self.core.close()
+
+    # -- helpers
+
+    def _settle(self) -> None:
+        """Nothing to do any more: fetches the step that ran ahead, so that the engine rests empty."""
+        while not self.core.has_unfinished() and self.core.in_flight:
+            self.step()
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        if isinstance(prompt, str):
+            text = prompt
+            token_ids = self.get_tokenizer().encode(prompt)
+            if not token_ids:
+                raise ValueError("the prompt is empty: give some text, or prompt_token_ids with at least one id")
+        elif isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
+            if "prompt_token_ids" in prompt:
+                token_ids = list(prompt["prompt_token_ids"])
+            elif text is not None:
+                return self._tokenize(text)
+            else:
+                raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}")
+        else:
+            raise TypeError(f"a prompt is a string or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}")
+        vocab = self.loaded.config.vocab_size
+        for position, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise ValueError(f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab - 1}")
+        return text, token_ids
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        vocab = self.loaded.config.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocab:
+                raise ValueError(f"stop_token_ids has {token}: the model's ids go from 0 to {vocab - 1}")
+        if params.stop and self.loaded.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        if params.logprobs is not None and params.logprobs > vocab:
+            raise ValueError(f"logprobs={params.logprobs}: the vocabulary has {vocab} tokens")
+        tokenizer, config = self.loaded.tokenizer, self.loaded.config
+        eos = () if params.ignore_eos else (tokenizer.eos_token_ids if tokenizer else config.eos_token_ids)
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(eos)
+        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"min_tokens with {len(stop_ids)} stop token ids: at most {MAX_STOP_IDS} can be held back")
+        return stop_ids
+
+
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Completion `index` of n has its own seed, or all would be the same."""
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+    return dataclasses.replace(params, n=1, seed=seed)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    if len(params) != n:
+        raise ValueError(f"{n} prompts and {len(params)} sampling_params: give one for all, or one for each")
+    return list(params)

@@ -1,0 +1,159 @@
+"""Sampled tokens to RequestOutputs: text, stop strings, logprobs, times, and the gathering of n completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .detokenizer import Detokenizer
+from .hooks import Hooks, OutputDelivered, Sampled
+from .models import Tokenizer
+from .request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
+from .sample.logprobs import RequestLogprobs
+
+
+@dataclass(eq=False)
+class ParentRequest:
+    """What the caller asked for: `children[i]` makes completion i."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    children: list[_Child] = field(default_factory=list)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(child.request.is_finished for child in self.children)
+
+
+@dataclass(eq=False)
+class _Child:
+    parent: ParentRequest
+    index: int
+    request: Request
+    detokenizer: Detokenizer | None
+    logprobs: list[dict[int, Logprob]] | None
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: Tokenizer | None, hooks: Hooks) -> None:
+        self._tokenizer = tokenizer
+        self._hooks = hooks
+        self._children: dict[str, _Child] = {}
+        self._parents: dict[str, ParentRequest] = {}
+
+    def has_parent(self, request_id: str) -> bool:
+        return request_id in self._parents
+
+    def add(self, parent: ParentRequest, requests: list[Request]) -> None:
+        self._parents[parent.request_id] = parent
+        for index, request in enumerate(requests):
+            params = request.sampling_params
+            detokenize = self._tokenizer is not None and params.detokenize
+            detokenizer = Detokenizer(self._tokenizer, params) if detokenize else None  # type: ignore[arg-type]
+            child = _Child(parent, index, request, detokenizer, None if params.logprobs is None else [])
+            parent.children.append(child)
+            self._children[request.request_id] = child
+
+    def child_ids(self, request_id: str) -> list[str]:
+        """The scheduler's ids behind the caller's `request_id`; none if it is unknown or finished."""
+        parent = self._parents.get(request_id)
+        return [child.request.request_id for child in parent.children] if parent else []
+
+    def mark_scheduled(self, request_ids: list[str]) -> None:
+        """Notes the time of a request's first step."""
+        for request_id in request_ids:
+            parent = self._children[request_id].parent
+            if parent.first_scheduled_time is None:
+                parent.first_scheduled_time = time.monotonic()
+
+    def process(
+        self,
+        updates: list[tuple[Request, list[int]]],
+        logprobs: dict[str, list[RequestLogprobs]] | None,
+        step: int,
+        stop: Callable[[Request, str], None],
+    ) -> list[RequestOutput]:
+        """The outputs of the requests that got tokens in `step`; `stop(request, string)` ends one that met a stop string."""
+        touched: dict[str, ParentRequest] = {}
+        now = time.monotonic()
+        for request, token_ids in updates:
+            child = self._children[request.request_id]
+            parent = child.parent
+            touched[parent.request_id] = parent
+            parent.first_token_time = parent.first_token_time or now
+            parent.last_token_time = now
+            before = len(child.detokenizer.text) if child.detokenizer else 0
+            self._detokenize(child, token_ids, stop)
+            if child.logprobs is not None and logprobs:
+                child.logprobs.extend(self._with_text(entry) for entry in logprobs.get(request.request_id, []))
+            if request.is_finished and child.detokenizer:
+                child.detokenizer.finish()
+            if self._hooks.active:
+                self._emit(child, token_ids, before, step)
+        outputs = [self.build(parent) for parent in touched.values()]
+        for parent in touched.values():
+            if parent.finished:
+                self.forget(parent.request_id)
+        return outputs
+
+    def _detokenize(self, child: _Child, token_ids: list[int], stop: Callable[[Request, str], None]) -> None:
+        if child.detokenizer is None:
+            return
+        # A stop token ends the text and is no part of it.
+        ended = child.request.finish_reason == "stop"
+        for token_id in token_ids[:-1] if ended else token_ids:
+            found = child.detokenizer.add(token_id)
+            if found is not None:
+                stop(child.request, found)
+                return
+
+    def _with_text(self, entry: RequestLogprobs) -> dict[int, Logprob]:
+        text = self._tokenizer.token_text if self._tokenizer else None
+        return {token: Logprob(lp, rank, text(token) if text else None) for token, (lp, rank) in entry.items()}
+
+    def _emit(self, child: _Child, token_ids: list[int], before: int, step: int) -> None:
+        request, hooks = child.request, self._hooks
+        first = request.num_tokens - len(token_ids)
+        for offset, token_id in enumerate(token_ids):
+            hooks.emit(Sampled(*hooks.stamp(), request.request_id, token_id, first + offset, step))
+        text = child.detokenizer.text[before:] if child.detokenizer else ""
+        hooks.emit(OutputDelivered(*hooks.stamp(), request.request_id, tuple(token_ids), text, request.finish_reason))
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request that has finished or was aborted."""
+        parent = self._parents.pop(request_id, None)
+        for child in parent.children if parent else ():
+            self._children.pop(child.request.request_id, None)
+
+    def build(self, parent: ParentRequest) -> RequestOutput:
+        outputs = tuple(self._completion(child) for child in parent.children)
+        return RequestOutput(
+            request_id=parent.request_id,
+            prompt=parent.prompt,
+            prompt_token_ids=tuple(parent.prompt_token_ids),
+            outputs=outputs,
+            finished=parent.finished,
+            num_cached_tokens=max(0, parent.children[0].request.num_cached_tokens),
+            metrics=RequestMetrics(
+                parent.arrival_time, parent.first_scheduled_time, parent.first_token_time, parent.last_token_time,
+                sum(child.request.num_preemptions for child in parent.children),
+            ),
+        )  # fmt: skip
+
+    def _completion(self, child: _Child) -> CompletionOutput:
+        request = child.request
+        return CompletionOutput(
+            index=child.index,
+            text=child.detokenizer.visible_text if child.detokenizer else "",
+            token_ids=tuple(request.output_token_ids),
+            logprobs=None if child.logprobs is None else tuple(child.logprobs),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )

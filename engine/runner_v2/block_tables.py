@@ -1,0 +1,68 @@
+"""Runner V2's block tables: a persistent one with fixed rows, and the copy gathered for a step.
+
+R max requests, B max blocks a request, T max batched tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels import compute_slot_mappings, gather_block_tables
+
+from ..device import Device
+from .buffers import StagedWriteTensor, UvaBackedTensor
+
+
+class BlockTables:
+    def __init__(
+        self, device: Device, max_num_reqs: int, max_blocks: int, max_tokens: int, block_size: int, ring_depth: int, form: str
+    ) -> None:
+        self.block_size = block_size
+        self._device = device
+        self._form = form
+        # [R, B] i32: the truth
+        self.block_table = StagedWriteTensor(device, (max_num_reqs, max_blocks), torch.int32, form)
+        # [R] i32
+        self.num_blocks = UvaBackedTensor(device, (max_num_reqs,), torch.int32, ring_depth)
+        # [R, B] i32: row i is batch position i; its address never changes
+        self.input_block_table = device.zeros(max_num_reqs, max_blocks, dtype=torch.int32)
+        # [T] i64
+        self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device.torch_device)
+
+    def append_block_ids(self, row: int, block_ids: list[int], *, overwrite: bool) -> None:
+        """Stages `block_ids` behind the row's blocks, or in their place: a row's blocks after a resume are the new ones only."""
+        start = 0 if overwrite else int(self.num_blocks.np[row])
+        self.block_table.stage(row, start, block_ids)
+        self.num_blocks.set(row, start + len(block_ids))
+
+    def apply_staged_writes(self) -> bool:
+        self.num_blocks.publish()
+        return self.block_table.apply("write block_table")
+
+    def gather(self, idx_mapping: torch.Tensor, num_reqs_padded: int) -> None:
+        """Kernel 6, on the stream: input_block_table[i] = block_table[idx_mapping[i]]."""
+        self._device.compute.submit(
+            "gather_block_tables",
+            lambda table, num_blocks: gather_block_tables(
+                idx_mapping, table, num_blocks, self.input_block_table, num_reqs_padded, form=self._form
+            ),
+            self.block_table.gpu,
+            self.num_blocks.gpu,
+        )
+
+    def compute_slots(
+        self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
+    ) -> None:
+        """Kernel 7, on the stream: slot = table[row, pos // block_size] * block_size + pos % block_size; padding is -1."""
+        self._device.compute.submit(
+            "compute_slot_mappings",
+            lambda: compute_slot_mappings(
+                idx_mapping, query_start_loc, positions, self.block_table.gpu, self.block_size, self.slot_mapping,
+                num_tokens_padded, form=self._form,
+            ),
+        )  # fmt: skip
+
+    def host_row(self, row: int, table: np.ndarray) -> tuple[int, ...]:
+        """The used prefix of a row of a fetched `table`."""
+        return tuple(int(b) for b in table[row, : self.num_blocks.np[row]])

@@ -1,0 +1,103 @@
+"""How runner V2's host changes device state without a barrier: UVA-backed tensors and staged writes.
+
+Nothing the host writes is read by a step in flight: a UVA-backed tensor publishes a snapshot into the next buffer of a ring
+that is as deep as the steps in flight, and a staged write travels in fresh copies. Memory mapped into the device (UVA) is
+CUDA's; on a CPU a buffer is just a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kernels import apply_write
+
+from ..device import Device
+
+
+class UvaBackedTensor:
+    """A small table whose truth is `np` on the host; `gpu` is the device's view of the last published snapshot.
+
+    `publish` may run once a step at the most, or the ring would overtake a step in flight, and it changes `gpu`: never
+    capture that address in a graph.
+    """
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, ring_depth: int) -> None:
+        self._ring = [device.empty_host(shape, dtype) for _ in range(ring_depth)]
+        # A pinned host tensor is addressable from the device; torch shows it there only as a copy, so on CUDA the snapshot
+        # is moved by a copy that reads the pinned buffer on the stream.
+        self._device = device
+        self._next = 0
+        self._dirty = False
+        self.np: np.ndarray = np.zeros(shape, dtype=self._ring[0].numpy().dtype)
+        self.gpu: torch.Tensor = device.to_device(self.np)
+
+    def set(self, row: int, value: object) -> None:
+        self.np[row] = value
+        self._dirty = True
+
+    def publish(self) -> None:
+        """Makes the host's values the device's, in stream order; does nothing if none changed."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        buffer = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        np.copyto(buffer.numpy(), self.np)
+        if self._device.is_cuda:
+            with torch.cuda.stream(self._device.compute.stream):  # type: ignore[attr-defined]
+                self.gpu = buffer.to(self._device.torch_device, non_blocking=True)
+        else:
+            self.gpu = buffer
+
+
+class StagedWriteTensor:
+    """A device tensor [R] or [R, C] that is the truth; the host appends ragged row pieces and applies them with one kernel.
+
+    The cost of a step is that of its changes, not of the table.
+    """
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
+        self.gpu = device.zeros(*shape, dtype=dtype)
+        self._device = device
+        self._form = form
+        self._np_dtype = np.int64 if dtype == torch.int64 else np.int32
+        self._rows: list[int] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._contents: list[np.ndarray] = []
+
+    def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
+        """Will write `values` to (row, start...). The cells of one step must not overlap."""
+        if len(values) == 0:
+            return
+        self._rows.append(row)
+        self._starts.append(start)
+        self._lengths.append(len(values))
+        self._contents.append(np.asarray(values, dtype=self._np_dtype))
+
+    def apply(self, name: str) -> bool:
+        """Kernel 1: sends what was staged; False if that was nothing. `name` says whose write it is."""
+        if not self._rows:
+            return False
+        to_device = self._device.to_device
+        cu_len = np.zeros(len(self._rows) + 1, dtype=np.int32)
+        np.cumsum(self._lengths, out=cu_len[1:])
+        args = (
+            to_device(np.asarray(self._rows, dtype=np.int32)),
+            to_device(np.asarray(self._starts, dtype=np.int32)),
+            to_device(cu_len),
+            to_device(np.concatenate(self._contents)),
+        )
+        self._rows, self._starts, self._lengths, self._contents = [], [], [], []
+        self._device.compute.submit(name, self._launch, *args)
+        return True
+
+    def _launch(self, rows: torch.Tensor, starts: torch.Tensor, cu_len: torch.Tensor, contents: torch.Tensor) -> None:
+        apply_write(self.gpu, rows, starts, cu_len, contents, form=self._form)
+
+    def discard(self) -> None:
+        """Forgets what was staged and not applied."""
+        self._rows, self._starts, self._lengths, self._contents = [], [], [], []

@@ -1,0 +1,68 @@
+"""What a step of runner V2 runs on: persistent buffers, and the small index that is made afresh for each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..device import Device
+
+
+class InputBuffers:
+    """The model's inputs. Their addresses never change, so that a graph may capture them. R, T as everywhere."""
+
+    def __init__(self, device: Device, max_num_reqs: int, max_tokens: int) -> None:
+        self.input_ids = device.zeros(max_tokens, dtype=torch.int32)
+        self.positions = device.zeros(max_tokens, dtype=torch.int64)
+        self.query_start_loc = device.zeros(max_num_reqs + 1, dtype=torch.int32)
+        self.seq_lens = device.zeros(max_num_reqs, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """r requests and t tokens of one step, decodes first; l = r logits rows. Everything `_np` is the host's."""
+
+    req_ids: tuple[str, ...]
+    # [r] i32: batch position -> state row
+    idx_mapping: torch.Tensor
+    idx_mapping_np: np.ndarray
+    # [r] i32
+    num_scheduled_tokens: np.ndarray
+    # [R + 1] i32, padded with its last value
+    query_start_loc_np: np.ndarray
+    # [r] i32: an upper bound of the device's seq_lens
+    seq_lens_np: np.ndarray
+    # [r] bool: still inside the prefill after this step, so nothing is sampled
+    is_prefilling_np: np.ndarray
+    num_tokens: int
+    num_tokens_padded: int
+    num_reqs_padded: int
+    num_decodes: int
+    has_prefill: bool
+    # [r + 1] i32: logits rows of a request
+    cu_num_logits: torch.Tensor
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+
+@dataclass(frozen=True)
+class ExecutionDescriptor:
+    """How big the step is run."""
+
+    num_tokens: int
+    num_reqs: int
+
+
+def choose_descriptor(
+    num_reqs: int, num_tokens: int, sizes: tuple[int, ...], max_num_reqs: int, max_tokens: int
+) -> ExecutionDescriptor:
+    """The smallest of the ascending `sizes` that holds a pure decode batch; as it is for any other batch."""
+    if num_tokens == num_reqs:
+        for size in sizes:
+            if num_reqs <= size <= min(max_num_reqs, max_tokens):
+                return ExecutionDescriptor(size, size)
+    return ExecutionDescriptor(num_tokens, num_reqs)

@@ -1,0 +1,1 @@
+"""What both runners share of sampling: filters on logits, and logprobs."""

@@ -1,0 +1,43 @@
+"""Filters that both runners apply to logits before the draw. l rows, V vocabulary. Nothing here makes the host wait."""
+
+from __future__ import annotations
+
+import torch
+
+NEG_INF = float("-inf")
+
+
+def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Masks, in place, tokens whose probability is below min_p times the best one's. logits f32 [l, V], min_p f32 [l]."""
+    # p_i / p_max = exp(logit_i - logit_max): no softmax is needed. log(0) is -inf, which masks nothing.
+    threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
+    return logits.masked_fill_(logits < threshold, NEG_INF)
+
+
+def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Keeps, in place, the top_k best tokens and of these the smallest set with probability top_p (its last member included).
+
+    logits f32 [l, V]; top_k i32 [l], V for off; top_p f32 [l], 1 for off. None skips a filter for the whole batch. Tokens that
+    tie with the k-th are all kept.
+    """
+    if top_k is None and top_p is None:
+        return logits
+    ascending, order = logits.sort(dim=-1)
+    if top_k is not None:
+        kth = (logits.shape[-1] - top_k.long()).clamp_(min=0).unsqueeze(1)
+        ascending.masked_fill_(ascending < ascending.gather(1, kth), NEG_INF)
+    if top_p is not None:
+        mass_up_to = ascending.softmax(dim=-1).cumsum(dim=-1)
+        drop = mass_up_to <= 1 - top_p.unsqueeze(1)
+        drop[:, -1] = False
+        ascending.masked_fill_(drop, NEG_INF)
+    return logits.scatter_(1, order, ascending)
+
+
+def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """Forbids, in place, each row's `stop_ids` i64 [l, S] (-1 is none) where `active` bool [l]: it is below min_tokens."""
+    forbid = active.unsqueeze(1) & (stop_ids >= 0)
+    ids = stop_ids.clamp(min=0)
+    # Slots without an id point at token 0: amin keeps its logit unless another slot forbids it.
+    values = torch.where(forbid, torch.full_like(forbid, NEG_INF, dtype=logits.dtype), logits.gather(1, ids))
+    return logits.scatter_reduce_(1, ids, values, reduce="amin")

@@ -1,0 +1,81 @@
+"""The worker of one engine: its device, its KV cache and its runner. The only place where a runner is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from . import switches
+from .attention import allocate_kv_cache, kv_bytes_per_token
+from .config import ConfigError, EngineConfig
+from .device import Device
+from .hooks import Hooks
+from .models import LoadedModel, ModelConfig
+from .models.model_state import ModelState
+from .runner_v1 import ModelRunnerV1
+from .runner_v2 import ModelRunnerV2
+
+ModelRunner = ModelRunnerV1 | ModelRunnerV2
+
+
+def unsupported_features(config: EngineConfig, use_v2: bool) -> list[str]:
+    """What of `config` the runner cannot do, as sentences for a person; empty if it can do all of it."""
+    problems = []
+    method = config.speculative_config.method if config.speculative_config else None
+    if not use_v2 and method == "dspark":
+        problems.append("Speculative method 'dspark' is fused into runner V2's step and does not exist on V1.")
+    if not use_v2 and config.cudagraph_capture_sizes:
+        problems.append("Runner V1 runs every batch at its own size, so cudagraph_capture_sizes has no effect on it.")
+    return problems
+
+
+def choose_runner(config: EngineConfig) -> bool:
+    """True for V2. The config decides if it says so, then VLLM_USE_V2_MODEL_RUNNER; "dspark" forces V2; V2 is the default.
+
+    Raises ConfigError if V1 is asked for with what V1 cannot do.
+    """
+    asked = config.use_v2_model_runner
+    if asked is None:
+        asked = switches.get("VLLM_USE_V2_MODEL_RUNNER")
+    use_v2 = True if asked is None else asked
+    problems = unsupported_features(config, use_v2)
+    if problems:
+        raise ConfigError(f"runner {'V2' if use_v2 else 'V1'} can't run this config: {' '.join(problems)} Use the other runner")
+    return use_v2
+
+
+def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
+    """Blocks of the KV cache: as asked for, or what memory allows, and no more than max_num_seqs requests can fill."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    bytes_per_block = kv_bytes_per_token(model, config.torch_dtype) * config.block_size
+    if config.torch_device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(config.torch_device)
+        budget = int(free - total * (1 - config.gpu_memory_utilization))
+    else:
+        budget = int(switches.get("RUNNERSCOPE_CPU_KVCACHE_SPACE") * 2**30)
+    max_len = config.max_model_len or model.max_position_embeddings
+    useful = (config.max_num_seqs or 256) * -(-max_len // config.block_size) + 1
+    blocks = min(useful, budget // bytes_per_block)
+    if blocks < 2:
+        raise ConfigError(
+            f"the KV cache has room for {max(blocks, 0)} blocks of {bytes_per_block / 2**20:.1f} MiB and needs at least 2; lower block_size, "
+            "raise gpu_memory_utilization (CUDA) or RUNNERSCOPE_CPU_KVCACHE_SPACE (CPU), or set num_gpu_blocks_override"
+        )
+    return blocks
+
+
+def build_model_runner(
+    config: EngineConfig, use_v2: bool, loaded: LoadedModel, kv_cache: torch.Tensor, device: Device, hooks: Hooks
+) -> ModelRunner:
+    runner_class = ModelRunnerV2 if use_v2 else ModelRunnerV1
+    return runner_class(config, loaded.model, ModelState(config.block_size), kv_cache, device, hooks)
+
+
+class Worker:
+    def __init__(self, config: EngineConfig, use_v2: bool, loaded: LoadedModel, hooks: Hooks) -> None:
+        assert config.num_gpu_blocks_override is not None, "the worker needs a resolved config"
+        self.device = Device(config.torch_device, hooks)
+        self.kv_cache = allocate_kv_cache(
+            loaded.config, config.num_gpu_blocks_override, config.block_size, config.torch_dtype, config.torch_device
+        )
+        self.runner = build_model_runner(config, use_v2, loaded, self.kv_cache, self.device, hooks)
