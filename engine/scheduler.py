@@ -35,7 +35,7 @@ class Scheduler:
         self.max_model_len = config.max_model_len
         self.max_num_seqs = config.max_num_seqs
         self.kv_cache = KVCacheManager(config.num_gpu_blocks_override, config.block_size, config.enable_prefix_caching)
-        self.limits = AdmissionLimits(config.max_model_len, config.block_size, config.num_gpu_blocks_override - 1)
+        self._limits = AdmissionLimits(config.max_model_len, config.block_size, config.num_gpu_blocks_override - 1)
         self.requests: dict[str, Request] = {}
         """Every unfinished request."""
         self.waiting: list[Request] = []
@@ -64,7 +64,7 @@ class Scheduler:
         rid = request.request_id
         if rid in self.requests:
             raise ValueError(f"request id {rid!r} belongs to an unfinished request; choose another or abort that one")
-        self.limits.check(request)
+        self._limits.check(request)
         self._seed_index[rid] = self._num_added
         self._num_added += 1
         self.requests[rid] = request
@@ -84,6 +84,15 @@ class Scheduler:
     def has_requests(self) -> bool:
         """True also while the runner hasn't been told of requests that ended: one more `schedule` does that."""
         return bool(self.requests or self._finished_req_ids)
+
+    @property
+    def runner_request_ids(self) -> Set[str]:
+        """Ids of which the runner keeps state when it has executed every scheduled step."""
+        return self._runner_ids | self._finished_req_ids
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The most tokens that can answer a prompt of this length; below 1 means that the prompt itself can't run."""
+        return self._limits.max_new_tokens(num_prompt_tokens)
 
     def _priority_key(self, request: Request) -> tuple[int, float, int]:
         return request.priority, request.arrival_time, self._seed_index[request.request_id]
@@ -153,9 +162,7 @@ class Scheduler:
             if block_ids is None:
                 plan.short_of_blocks = True
                 break
-            plan.add_cached(
-                request, block_ids, resumed=False, in_last_step=request.request_id in self._last_scheduled
-            )
+            plan.add_cached(request, block_ids, resumed=False, in_last_step=request.request_id in self._last_scheduled)
             self._advance(plan, request, num_new_tokens, "running", 0)
 
     def _num_tokens_to_compute(self, request: Request) -> int:
