@@ -1,0 +1,41 @@
+"""V2's kernels, each in three forms: Triton, vectorised torch, and a plain loop that reads like a specification.
+
+Every function takes the keyword `form`: "auto" (Triton on CUDA, else torch), "triton", "torch", "interpret" (the Triton
+kernel under Triton's interpreter) or "loop". All forms write the same integers. Except for "interpret" and "loop" none
+makes the host wait for the device.
+
+Symbols of the shape comments:
+
+| R | max requests | r | requests in this step |
+|---|---|---|---|
+| T | max batched tokens | t | tokens in this step |
+| L | max model length | l | logits rows in this step |
+| N | draft tokens | V | vocabulary |
+| B | max blocks of a request | G | KV-cache groups |
+"""
+
+from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_mapping
+from kernels.dispatch import FORMS, resolve_form
+from kernels.gather_block_tables import gather_block_tables
+from kernels.gumbel import Purpose, gumbel_sample
+from kernels.post_update import get_num_sampled_and_rejected, post_update
+from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
+from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
+from kernels.staged_write import apply_write
+
+__all__ = [
+    "FORMS",
+    "PAD_SLOT_ID",
+    "Purpose",
+    "apply_write",
+    "combine_sampled_and_draft_tokens",
+    "compute_slot_mappings",
+    "expand_idx_mapping",
+    "gather_block_tables",
+    "get_num_sampled_and_rejected",
+    "gumbel_sample",
+    "post_update",
+    "prepare_pos_seq_lens",
+    "prepare_prefill_inputs",
+    "resolve_form",
+]

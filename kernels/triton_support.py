@@ -1,0 +1,107 @@
+"""Triton where it is installed, and a way to interpret a compiled kernel on the CPU.
+
+Every kernel file imports `triton` and `tl` from here, so that the package can be imported without Triton. Kernels are
+ordinary `@triton.jit` functions; `launch` compiles them or interprets them, whichever the form asks for, in one process
+and whatever TRITON_INTERPRET was when the process started.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+triton: Any
+tl: Any
+TRITON_IMPORT_ERROR: ImportError | None = None
+try:
+    import triton as _triton
+    import triton.language as _language
+
+    triton, tl = _triton, _language
+except ImportError as error:
+    TRITON_IMPORT_ERROR = error
+
+    def _undecorated(fn: Callable | None = None, **_: Any) -> Callable:
+        return fn if fn is not None else _undecorated
+
+    triton, tl = SimpleNamespace(jit=_undecorated), SimpleNamespace(constexpr=object)
+
+# The interpreter swaps functions of triton.language while it runs, so nothing may compile or interpret beside it.
+_LANGUAGE_LOCK = RLock()
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    form: str,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    pdl: bool = False,
+    **constexprs: Any,
+) -> None:
+    """Run a `@triton.jit` kernel over `grid`: compiled for form "triton", on the CPU for form "interpret".
+
+    `pdl` launches it before the kernel in front of it has ended (see `can_launch_early`).
+    """
+    if 0 in grid:
+        return
+    with _LANGUAGE_LOCK:
+        if form == "interpret":
+            with _interpreter():
+                _interpreted(kernel.fn)[grid](*args, **constexprs)
+        else:
+            kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl, **constexprs)
+
+
+def can_launch_early(form: str, tensor: torch.Tensor) -> bool:
+    """Whether programmatic dependent launch is possible: compiled, on Hopper or newer.
+
+    A kernel launched so calls `gdc_wait()` before it reads what earlier kernels wrote or writes what they read, and
+    `gdc_launch_dependents()` only after that. Then whatever was written two or more kernels ago is complete when it starts.
+    """
+    return form == "triton" and _capability(tensor.device) >= 9
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@cache
+def _interpreted(fn: Callable) -> Any:
+    # NOTE: keyed by the plain function. A JITFunction hashes its source and globals, which are patched just then.
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(fn)
+
+
+@contextmanager
+def _interpreter() -> Iterator[None]:
+    """Let compiled device functions (`tl.max`, `tl.philox`, our helpers) be called by an interpreted kernel.
+
+    Triton decides at decoration time which of the two a device function is. A JITFunction is never called in compiled
+    mode (its `__call__` only raises), so giving that call a meaning here changes nothing for compiled kernels. The
+    language is patched once for the whole launch and restored after it: Triton's own nested calls patch it again each
+    time, and leave it patched.
+    """
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    def call(device_function: Any, *args: Any, **kwargs: Any) -> Any:
+        return _interpreted(device_function.fn).rewrite()(*args, **kwargs)
+
+    already_patched = SimpleNamespace(restore=lambda: None)
+    language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    try:
+        language.set_attr(interpreter, "_patch_lang", lambda fn: already_patched)
+        language.set_attr(JITFunction, "__call__", call)
+        # Triton 3.6 calls int() on an array of one element, which NumPy 2.4 refuses.
+        language.set_attr(tl.core.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+        yield
+    finally:
+        language.restore()

@@ -1,0 +1,85 @@
+"""Every Triton kernel compiles for a GPU, where there is none, and even after kernels were interpreted."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+import kernels
+from kernels.triton_support import triton
+
+I32, I64, F32 = "*i32", "*i64", "*fp32"
+GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", F32, I64)
+# (file, kernel, types of the run-time arguments, constexprs)
+KERNELS = [
+    ("staged_write", "_apply_write_kernel", (I32, "i32", I32, I32, I32, I32), {"BLOCK": 1024}),
+    ("prepare_inputs", "_prepare_prefill_inputs_kernel", (*[I32] * 7, "i32"), {"BLOCK": 1024}),
+    ("prepare_inputs", "_prepare_pos_seq_lens_kernel", (I32, I32, I32, I64, I32, "i32", "i32"), {"BLOCK": 1024}),
+    (
+        "combine_tokens",
+        "_combine_sampled_and_draft_tokens_kernel",
+        (I32, I32, I64, I32, I32, I32, I64, I32, I64, "i32", "i32"),
+        {"BLOCK": 32},
+    ),
+    ("combine_tokens", "_expand_idx_mapping_kernel", (I32, I32, I32, I32), {"BLOCK": 32}),
+    ("gather_block_tables", "_gather_block_tables_kernel", (*[I32] * 4, *["i32"] * 4), {"BLOCK": 1024}),
+    (
+        "slot_mappings",
+        "_compute_slot_mappings_kernel",
+        (I32, I32, I64, I32, "i32", I64, "i32", "i32"),
+        {"BLOCK_SIZE": 16, "PAD": -1, "BLOCK": 1024},
+    ),
+    ("post_update", "_get_num_sampled_and_rejected_kernel", (*[I32] * 6, "i32"), {"BLOCK": 128}),
+    (
+        "post_update",
+        "_post_update_kernel",
+        (I32, I32, I64, I32, I32, I64, I32, I32, I32, I32, *["i32"] * 5),
+        {"BLOCK": 8},
+    ),
+    (
+        "post_update",
+        "_post_update_kernel",
+        (I32, I32, I64, I32, I32, I64, I32, I32, I32, *["i32"] * 5),
+        {"BLOCK": 1, "output_bin_counts_ptr": None},
+    ),
+    *[
+        (
+            "gumbel",
+            "_gumbel_tile_kernel",
+            GUMBEL_ARGS,
+            {"ALL_GREEDY": greedy, "APPLY_TEMPERATURE": scale, "MIN_UNIFORM": 2.0**-32, "LANES": 256},
+        )
+        for greedy, scale in ((False, False), (False, True), (True, False))
+    ],
+    ("gumbel", "_gumbel_reduce_kernel", (F32, I64, "i32", I64), {"BLOCK": 64}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpret_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if triton.knobs.runtime.interpret:
+        pytest.skip("this process was started with TRITON_INTERPRET=1: nothing can be compiled in it")
+    rows = torch.arange(2)
+    kernels.gumbel_sample(torch.eye(2), rows.int(), torch.ones(2), rows, rows, purpose=0, form="interpret")
+
+
+@pytest.mark.parametrize(("file", "name", "types", "constexprs"), KERNELS, ids=lambda value: str(value)[:24])
+def test_compiles_for_hopper(
+    file: str,
+    name: str,
+    types: tuple[str, ...],
+    constexprs: dict,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does anyway, with a warning
+    kernel = getattr(import_module(f"kernels.{file}"), name)
+    runtime = [argument for argument in kernel.arg_names if argument not in constexprs]
+    signature = dict(zip(runtime, types, strict=True)) | dict.fromkeys(constexprs, "constexpr")
+    source = ASTSource(fn=kernel, signature={arg: signature[arg] for arg in kernel.arg_names}, constexprs=constexprs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert len(compiled.asm["cubin"]) > 0
