@@ -1,0 +1,336 @@
+"""A session: one or two engines on the same prompts, and a cursor over the steps that they have done."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from engine import LLM, SamplingParams
+from engine.hooks import Event
+from kernels import resolve_form
+
+from .conditions import parse_condition
+from .prompts import SessionRequest, parse_prompts
+from .recording import COLORS, Recording, RunnerStep, StepRecord
+from .runner_log import RunnerLog
+
+RUNNERS: tuple[Literal["v1"], Literal["v2"]] = ("v1", "v2")
+WITH_MODEL = ("model", "tokenizer", "load_format")
+WEIGHTS = ("model", "tokenizer", "loaded", "dtype", "device", "load_format", "seed", "skip_tokenizer_init")
+"""The keywords that decide what is loaded; while they stay, `reset` keeps the weights."""
+MAX_STEPS = 10_000
+"""Where `run` and `run_until` give up: an engine that goes on for so long is not making a text."""
+
+
+class Session:
+    """Runs the same requests on V1, on V2, or on both, and keeps every step.
+
+    `prompts` is a text, a dict (prompt or prompt_token_ids, max_tokens, priority, sampling_params, arrive_at_step,
+    chat) or a list of them; they become requests A, B, C, … on every runner. `sampling_params` is one for all or a
+    list, greedy with 32 tokens if left out; with `chat` a text is a user's message and goes through the model's chat
+    template. The other keywords are those of `engine.LLM`; the runners share one copy of the weights.
+
+    The runners work one after the other, never at once, so that neither disturbs the other's times. `back` and `goto`
+    move a cursor over the recorded steps; the engines never rewind. From an earlier cursor, `step` and `run` first move
+    on through the record and then run on.
+    """
+
+    def __init__(
+        self,
+        prompts: Any,
+        runners: str | Sequence[str] = RUNNERS,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat: bool = False,
+        **engine_keywords: Any,
+    ) -> None:
+        self._logs: list[RunnerLog] = []
+        self._keywords: dict[str, Any] = {}
+        self._start(
+            {"prompts": prompts, "runners": runners, "sampling_params": sampling_params, "chat": chat}, engine_keywords
+        )
+
+    def _start(self, given: dict[str, Any], keywords: dict[str, Any]) -> None:
+        """Builds everything anew, and takes it over only when all of it is there."""
+        names = _runner_names(given["runners"])
+        requests = parse_prompts(given["prompts"], given["sampling_params"], chat=given["chat"])
+        logs = self._build(names, keywords)
+        try:
+            self._expect(logs, requests)
+        except BaseException:
+            for log in logs:
+                log.close()
+            raise
+        for log in self._logs:
+            log.close()
+        self._given, self._keywords, self._logs = given, keywords, logs
+        self._cursor = 0
+        self._at_open = False
+        self._names = 0
+        self.recording = Recording(_describe(logs[0].llm))
+        self._introduce(requests)
+
+    def _build(self, names: tuple[Literal["v1", "v2"], ...], keywords: dict[str, Any]) -> list[RunnerLog]:
+        """Engines for these runners; they share one copy of the weights, the old engines' if that is the same."""
+        loaded = keywords.get("loaded")
+        if self._logs and all(keywords.get(key) == self._keywords.get(key) for key in WEIGHTS):
+            loaded = self._logs[0].llm.loaded
+        logs: list[RunnerLog] = []
+        try:
+            for name in names:
+                own = {**keywords, "loaded": loaded, "use_v2_model_runner": name == "v2", "keep_finished": True}
+                if loaded is not None:
+                    own = {key: value for key, value in own.items() if key not in WITH_MODEL}
+                llm = LLM(**own)
+                loaded = llm.loaded
+                logs.append(RunnerLog(name, llm))
+        except BaseException:
+            for log in logs:
+                log.close()
+            raise
+        return logs
+
+    @staticmethod
+    def _expect(logs: list[RunnerLog], requests: list[SessionRequest]) -> None:
+        """Every request to every runner, or an error and none."""
+        for request in requests:
+            for log in logs:
+                log.check(request)
+        for request in requests:
+            for log in logs:
+                log.expect(request)
+
+    def _introduce(self, requests: list[SessionRequest]) -> None:
+        """Gives requests their labels and colours, the same everywhere."""
+        for request in requests:
+            self.recording.colors[request.request_id] = COLORS[self._names % len(COLORS)]
+            self.recording.prompts[request.request_id] = self._label(request)
+            self._names += 1
+
+    def _label(self, request: SessionRequest) -> str:
+        if isinstance(request.prompt, str):
+            return request.prompt
+        return "".join(self._token_text(token) for token in request.prompt["prompt_token_ids"])
+
+    def _token_text(self, token: int) -> str:
+        tokenizer = self._logs[0].llm.loaded.tokenizer
+        return f"<{token}>" if tokenizer is None else tokenizer.token_text(token)
+
+    @property
+    def runners(self) -> tuple[str, ...]:
+        """The runners of this session, V1 first."""
+        return tuple(log.name for log in self._logs)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The engine keywords that this session was made with."""
+        return dict(self._keywords)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The prompts, runners, sampling_params and chat that this session was made with."""
+        return dict(self._given)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do, now or by a later arrival."""
+        return not any(log.busy for log in self._logs)
+
+    @property
+    def cursor(self) -> int:
+        """The step under the cursor; 0 is before the first."""
+        return self.record.step
+
+    @property
+    def num_steps(self) -> int:
+        """How many whole steps are recorded."""
+        return len(self.recording.steps)
+
+    @property
+    def record(self) -> StepRecord:
+        """The step under the cursor; before the first one, a record of step 0 that holds the states at the start."""
+        if self._at_open:
+            return self._partial()
+        if self._cursor == 0:
+            record = self.recording.start({log.name: log.initial for log in self._logs})
+            self._learn_text(record)
+            return record
+        return self.recording.steps[self._cursor - 1]
+
+    def _partial(self) -> StepRecord:
+        """The step that `step_phase` has begun: each runner as far as it is."""
+        number = self.num_steps + 1
+        parts: dict[str, RunnerStep] = {}
+        for log in self._logs:
+            whole = log.steps[number - 1] if len(log.steps) >= number else None
+            parts[log.name] = log.open or whole or log.idle_step(number)
+        record = self.recording.partial(parts)
+        self._learn_text(record)
+        return record
+
+    def llm(self, runner: str) -> LLM:
+        """The engine of this runner, "v1" or "v2"."""
+        for log in self._logs:
+            if log.name == runner:
+                return log.llm
+        raise ValueError(f"no runner {runner!r} in this session, which has {', '.join(self.runners)}")
+
+    def step(self) -> StepRecord:
+        """One step on; the rest of the step if it has been begun by `step_phase`. At the end nothing changes."""
+        return self.run(1)
+
+    def step_phase(self) -> StepRecord:
+        """One phase of the next step. The runners pause after the same phase; the record is of a step not yet whole."""
+        if self._cursor < self.num_steps:
+            return self.goto(self._cursor + 1)
+        if self.finished:
+            return self.record
+        target = self.num_steps + 1
+        for log in self._logs:
+            if len(log.steps) < target:
+                log.step_phase()
+        self._at_open = any(len(log.steps) < target and log.open for log in self._logs)
+        if not self._at_open:
+            self._settle()
+            self._cursor = self.num_steps
+        return self.record
+
+    def run(self, n: int) -> StepRecord:
+        """`n` steps on, or to the end if that is nearer. V1 runs its steps without a stop, then V2 does."""
+        _whole("run", n, 1)
+        self._at_open = False
+        return self.goto(self._cursor + n)
+
+    def run_until(self, condition: str | type[Event] | Callable[[StepRecord], bool]) -> StepRecord:
+        """On to the next step that `condition` holds for, or to the end.
+
+        A condition is an event type (`engine.hooks.RowMoved`), a function of the record, or a name: "token",
+        "finished", "preempted", "resumed", "row moved", "row freed", "prefix hit", "end". To know when to stop, both
+        runners pause after each step; "end" alone runs without a pause, as `run` does.
+        """
+        holds = parse_condition(condition)
+        if holds is None:
+            return self.run(MAX_STEPS)
+        for _ in range(MAX_STEPS):
+            before = self._cursor
+            record = self.step()
+            if self._cursor == before or holds(record):
+                return record
+        return self.record
+
+    def back(self) -> StepRecord:
+        """The cursor one step back. The engines stay where they are; at the start nothing changes."""
+        if self._at_open:
+            self._at_open = False
+            return self.record
+        return self.goto(max(0, self._cursor - 1))
+
+    def goto(self, step: int) -> StepRecord:
+        """The cursor to this step; beyond the record the engines run there, or to the end if that is nearer."""
+        _whole("goto", step, 0)
+        self._at_open = False
+        if step > self.num_steps:
+            try:
+                for log in self._logs:
+                    log.run_to(min(step, self.num_steps + MAX_STEPS))
+            finally:
+                self._settle()
+        self._cursor = min(step, self.num_steps)
+        return self.record
+
+    def reset(
+        self,
+        prompts: Any = None,
+        runners: str | Sequence[str] | None = None,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat: bool | None = None,
+        **changes: Any,
+    ) -> StepRecord:
+        """Begins anew, with fresh engines and these changes; what is left out stays. Weights stay loaded if they can.
+
+        If a change is refused, the session stays as it was.
+        """
+        asked = {"prompts": prompts, "runners": runners, "sampling_params": sampling_params, "chat": chat}
+        given = {**self._given, **{key: value for key, value in asked.items() if value is not None}}
+        self._start(given, {**self._keywords, **changes})
+        return self.record
+
+    def add(self, prompt: Any, sampling_params: SamplingParams | None = None) -> str:
+        """Adds a request after the last recorded step, on every runner, and returns its id."""
+        given = self._given["sampling_params"]
+        params = sampling_params or (given if isinstance(given, SamplingParams) else None)
+        requests = parse_prompts([prompt], params, self._names, self._given["chat"])
+        self._expect(self._logs, requests)
+        self._introduce(requests)
+        return requests[0].request_id
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request after the last recorded step, on every runner. One that has ended already stays as it is."""
+        if request_id not in self.recording.prompts:
+            known = ", ".join(self.recording.prompts) or "none"
+            raise ValueError(f"no request {request_id!r} in this session; the requests are {known}")
+        for log in self._logs:
+            log.abort(request_id)
+
+    def _settle(self) -> None:
+        """Makes records of the steps that every runner has done; one without work idles through the other's."""
+        longest = max(len(log.steps) for log in self._logs)
+        for log in self._logs:
+            if not log.busy:
+                log.idle_to(longest)
+        for index in range(self.num_steps, min(len(log.steps) for log in self._logs)):
+            record = self.recording.append({log.name: log.steps[index] for log in self._logs})
+            self._learn_text(record)
+
+    def _learn_text(self, record: StepRecord) -> None:
+        text = self.recording.token_text
+        for done in record.runners.values():
+            for request in done.snapshot.requests:
+                for token in (*request.prompt_token_ids, *request.output_token_ids):
+                    if token not in text:
+                        text[token] = self._token_text(token)
+
+    def __repr__(self) -> str:
+        return f"<Session {'+'.join(self.runners)} step {self.cursor} of {self.num_steps}>"
+
+
+def _runner_names(runners: str | Iterable[str]) -> tuple[Literal["v1", "v2"], ...]:
+    asked = RUNNERS if runners == "both" else (runners,) if isinstance(runners, str) else tuple(runners)
+    if not asked or any(name not in RUNNERS for name in asked):
+        raise ValueError(f"runners={runners!r}: possible are 'v1', 'v2', 'both' and ('v1', 'v2')")
+    return tuple(name for name in RUNNERS if name in asked)
+
+
+def _whole(what: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{what}({value!r}): must be a whole number of at least {least}")
+
+
+def _describe(llm: LLM) -> dict[str, Any]:
+    device = llm.config.torch_device
+    return {
+        "model": Path(llm.loaded.name).name,
+        "device": str(device),
+        "kernel_backend": resolve_form(llm.config.kernel_backend, torch.empty(0, device=device)),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": dataclasses.asdict(llm.config),
+    }
+
+
+def _commit() -> str:
+    """The commit of the source tree that runs, or "unknown" outside one."""
+    try:
+        command = ["git", "rev-parse", "--short=12", "HEAD"]
+        place = Path(__file__).resolve().parent
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -1,0 +1,88 @@
+// What the modules of all views share: making elements, and the life of a view. Text goes in as text nodes and attributes
+// only, so that a token can never become markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function build(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    node.appendChild(typeof child === "object" ? child : document.createTextNode(String(child)));
+  }
+  return node;
+}
+
+/** An HTML element. Children are nodes or texts, nested lists of them, or nothing. */
+export function el(tag, attributes, ...children) {
+  return build(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element. */
+export function svg(tag, attributes, ...children) {
+  return build(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** The tooltip of an SVG element: give it as a child. */
+export function title(text) {
+  return svg("title", {}, text);
+}
+
+/** The heading of a view, and a quieter note beside it. */
+export function heading(text, note) {
+  return el("h3", { class: "rs-heading" }, text, note ? el("small", {}, ` ${note}`) : null);
+}
+
+/** Marks every element that belongs to `request` (data-request holds one id, or several with spaces between). */
+export function mark(root, request) {
+  root.classList.toggle("rs-choosing", Boolean(request));
+  for (const node of root.querySelectorAll("[data-request]")) {
+    const owners = node.getAttribute("data-request").split(" ");
+    node.classList.toggle("rs-chosen", Boolean(request) && owners.includes(request));
+  }
+}
+
+/** After a redraw: focus goes to the element that stands for the same request, or else stays within the dashboard. */
+function keepFocus(root, focused) {
+  const request = focused.getAttribute("data-request");
+  const twin = [...root.querySelectorAll("[tabindex]")].find((node) => request && node.getAttribute("data-request") === request);
+  (twin ?? root.closest(".rs-dashboard"))?.focus({ preventScroll: true });
+}
+
+/**
+ * The life of a view: `draw(model)` returns the nodes for a view model; it is called now and at each change. A request that is
+ * hovered or focused here is set as `selected`, and the selected one is marked. Returns the cleanup, which drops every listener.
+ */
+export function mount({ model, el: parent }, name, draw) {
+  const root = el("div", { class: `rs-view rs-${name}` });
+  parent.appendChild(root);
+  const showSelection = () => mark(root, model.get("selected"));
+  const redraw = () => {
+    const focused = root.contains(document.activeElement) ? document.activeElement : null;
+    root.replaceChildren(...[draw(model.get("model"))].flat(Infinity).filter(Boolean));
+    showSelection();
+    if (focused) keepFocus(root, focused);
+  };
+  const choose = (request) => {
+    if (request === model.get("selected")) return;
+    model.set("selected", request);
+    model.save_changes();
+  };
+  const enter = (event) => {
+    const owner = event.target.closest("[data-request]");
+    choose(owner ? owner.getAttribute("data-request").split(" ")[0] : "");
+  };
+  const leave = () => choose("");
+  const listeners = [["pointerover", enter], ["focusin", enter], ["pointerleave", leave], ["focusout", leave]];
+  for (const [event, listener] of listeners) root.addEventListener(event, listener);
+  model.on("change:model", redraw);
+  model.on("change:selected", showSelection);
+  redraw();
+  return () => {
+    model.off("change:model", redraw);
+    model.off("change:selected", showSelection);
+    for (const [event, listener] of listeners) root.removeEventListener(event, listener);
+    root.remove();
+  };
+}

@@ -1,0 +1,89 @@
+"""The base of every live view: it shows a view model made elsewhere, and computes nothing itself."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import resources
+from typing import Any
+
+import anywidget
+import traitlets
+
+from .recording import StepRecord
+
+_IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./common\.js";[ \t]*$', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
+
+
+def static_text(name: str) -> str:
+    """The text of a file of workbench/static."""
+    return resources.files(__package__).joinpath("static", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def load_module(name: str) -> str:
+    """static/<name>.js as one self-contained ES module: its import of common.js is replaced by that file's text.
+
+    anywidget loads a module from a blob, where a relative import has no meaning; as a file it stays a plain module. The
+    text goes into a function of its own, so that the two files' other names cannot meet.
+    """
+
+    def inline(found: re.Match[str]) -> str:
+        body = _EXPORT.sub("", static_text("common.js"))
+        return f"const {{{found[1]}}} = (() => {{\n{body}\nreturn {{{found[1]}}};\n}})();"
+
+    return _IMPORT.sub(inline, static_text(f"{name}.js"), count=1)
+
+
+def _own_css(name: str) -> str:
+    """static/<name>.css: what only this view needs; not every view has one."""
+    path = resources.files(__package__).joinpath("static", f"{name}.css")
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+@functools.cache
+def load_style(name: str) -> str:
+    """static/common.css, and static/<name>.css behind it where there is one."""
+    own = resources.files(__package__).joinpath("static", f"{name}.css")
+    return static_text("common.css") + (own.read_text(encoding="utf-8") if own.is_file() else "")
+
+
+class LiveView(anywidget.AnyWidget):
+    """A view of one step that follows the cursor.
+
+    A subclass names its module (static/<name>.js, with static/<name>.css where there is one) and its function:
+
+        class TokensView(LiveView, static="tokens"):
+            view_model = staticmethod(view_model)
+    """
+
+    model = traitlets.Dict().tag(sync=True)
+    """What `view_model(record)` returned: all that the module draws."""
+    selected = traitlets.Unicode("").tag(sync=True)
+    """The request under the pointer or the focus; the dashboard links it across the views."""
+
+    @staticmethod
+    def view_model(record: StepRecord) -> dict[str, Any]:
+        """Everything that the module draws for this record, in plain JSON values. Each view brings its own."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls, static: str = "", **kwargs: Any) -> None:
+        if static:
+            cls._esm = load_module(static)
+            cls._css = load_style(static)
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, record: StepRecord | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._step = 0
+        if record is not None:
+            self.show(record)
+
+    def show(self, record: StepRecord) -> None:
+        """Draws this record."""
+        self._step = record.step
+        self.model = type(self).view_model(record)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} step {self._step}>"
