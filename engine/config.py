@@ -118,8 +118,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.use_v2_model_runner not in (None, True, False):
             raise ConfigError(f"use_v2_model_runner={self.use_v2_model_runner!r}: must be True, False or None (the default)")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed={self.seed!r}: must be an integer")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed!r}: must be a 64-bit whole number")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1")
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:

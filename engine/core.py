@@ -16,6 +16,7 @@ from typing import Protocol
 from . import snapshot as snapshots
 from .config import EngineConfig
 from .hooks import Hooks
+from .integrity import check_rows
 from .interrupts import deferred_interrupt
 from .models import LoadedModel
 from .output_processor import OutputProcessor, ParentRequest
@@ -65,24 +66,40 @@ class EngineCore:
     # -- requests
 
     def add_request(self, parent: ParentRequest, requests: list[Request]) -> None:
-        """Queues what makes one caller's request: all of `requests` or none. Raises ValueError if one can never run."""
-        added = []
-        try:
-            for request in requests:
-                self.scheduler.add_request(request)
-                added.append(request.request_id)
-        except ValueError:
-            self.scheduler.finish_requests(added)
-            raise
-        self.output_processor.add(parent, requests)
+        """Queues what makes one caller's request: all of `requests` or none.
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests at any moment; unknown and finished ids are ignored. Their blocks are free at once."""
-        for request_id in request_ids:
-            children = self.output_processor.child_ids(request_id)
-            self._remember(self.scheduler.requests[child] for child in children if child in self.scheduler.requests)
-            self.scheduler.finish_requests(children)
-            self.output_processor.forget(request_id)
+        Raises ValueError if an id is taken or one can never run.
+        """
+        with deferred_interrupt():
+            for request in requests:
+                if self.output_processor.has_child(request.request_id):
+                    raise ValueError(f"request id {request.request_id!r} belongs to an unfinished request; choose another")
+            added = []
+            try:
+                for request in requests:
+                    self.scheduler.add_request(request)
+                    added.append(request.request_id)
+            except ValueError:
+                self.scheduler.finish_requests(added)
+                raise
+            self.output_processor.add(parent, requests)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Ends requests at any moment; unknown and finished ids are ignored. Their blocks are free at once.
+
+        Returns what they had come to, with finish_reason "abort". Outputs of theirs that nobody has taken are dropped.
+        """
+        aborted = []
+        with deferred_interrupt():
+            for request_id in request_ids:
+                children = self.output_processor.child_ids(request_id)
+                self._remember(self.scheduler.requests[child] for child in children if child in self.scheduler.requests)
+                self.scheduler.finish_requests(children)
+                output = self.output_processor.abort(request_id)
+                if output is not None:
+                    aborted.append(output)
+                self._outputs = [o for o in self._outputs if o.request_id != request_id]
+        return aborted
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -96,12 +113,13 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """One whole step, or the rest of the one that `phases()` left unfinished. Returns the outputs that arrived in it.
 
-        A Ctrl-C is raised when the step has ended. If the step fails, `recover` has run when the error is raised.
+        A Ctrl-C is raised when the step has ended, and the next step returns its outputs. If the step fails, `recover` has
+        run when the error is raised.
         """
         with deferred_interrupt():
             for _ in self.phases():
                 pass
-            return self.take_outputs()
+        return self.take_outputs()
 
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
@@ -114,13 +132,14 @@ class EngineCore:
             self._current = self._overlapped_step() if self.config.async_scheduling else self._plain_step()
         while True:
             try:
+                # No StopIteration, or a Ctrl-C during the last phase would be lost behind it.
                 with deferred_interrupt():
-                    phase = next(self._current)
-            except StopIteration:
-                break
+                    phase = next(self._current, None)
             except Exception:
                 self.recover()
                 raise
+            if phase is None:
+                break
             yield phase
         self._current = None
         self.device.emit_spans()
@@ -187,11 +206,12 @@ class EngineCore:
 
         Nothing that reached the host is lost: a request keeps its tokens and goes on behind them.
         """
-        self._current = None
-        self.device.reset()
-        self.in_flight.clear()
-        self.scheduler.recover()
-        self.runner.reset()
+        with deferred_interrupt():
+            self._current = None
+            self.device.reset()
+            self.in_flight.clear()
+            self.scheduler.recover()
+            self.runner.reset()
 
     # -- looking
 
@@ -205,8 +225,10 @@ class EngineCore:
         self.device.emit_spans()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if scheduler, blocks and runner rows do not agree."""
+        """Raises AssertionError if scheduler, blocks and runner rows do not agree; the rows only between two steps."""
         self.scheduler.check_integrity()
+        if self._current is None:
+            check_rows(self.runner, self.scheduler)
 
     def close(self) -> None:
         """Ends the device's threads. The engine cannot step afterwards."""

@@ -124,15 +124,21 @@ class CpuStream:
         self._close = weakref.finalize(self, _end, self._state, thread)
 
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
-        self._state.tasks.put(("run", self._hooks.step, name, self._hooks.active, fn, args))
+        self._put("run", self._hooks.step, name, self._hooks.active, fn, args)
 
     def record_event(self) -> CpuEvent:
         event = CpuEvent()
-        self._state.tasks.put(("event", event))
+        self._put("event", event)
         return event
 
     def wait_event(self, event: Event) -> None:
-        self._state.tasks.put(("wait", event))
+        self._put("wait", event)
+
+    def _put(self, *task: Any) -> None:
+        if not self._close.alive:
+            # Nobody would ever run it, and whoever waits for it would wait forever.
+            raise RuntimeError("this engine was closed and can't run any more; make a new LLM")
+        self._state.tasks.put(task)
 
     def take_spans(self) -> list[Span]:
         """Spans of finished work since the last call."""

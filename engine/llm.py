@@ -13,6 +13,7 @@ from huggingface_hub.utils import tqdm
 from .config import ConfigError, EngineConfig
 from .core import EngineCore
 from .hooks import Hooks
+from .interrupts import deferred_interrupt
 from .models import LoadedModel, load_model
 from .output_processor import ParentRequest
 from .request import Request, RequestOutput, SamplingParams
@@ -39,10 +40,7 @@ class LLM:
         if model is not None:
             kwargs["model"] = str(model)
         if loaded is not None:
-            taken = [key for key in ("model", "tokenizer", "load_format") if key in kwargs]
-            if taken:
-                raise ConfigError(f"{', '.join(taken)} can't be given together with loaded=, which brings the model {loaded.name!r}")
-            kwargs |= {"model": loaded.name, "load_format": loaded.load_format}
+            kwargs = _with_loaded(kwargs, loaded)
         config = EngineConfig.from_kwargs(**kwargs)
         if loaded is None:
             loaded = load_model(
@@ -93,7 +91,8 @@ class LLM:
         bar = tqdm(total=len(batch), desc="Processed prompts", disable=not use_tqdm)
         try:
             for prompt, one in zip(batch, params, strict=True):
-                ids.append(self.add(prompt, one))
+                with deferred_interrupt():
+                    ids.append(self.add(prompt, one))
             pending = set(ids)
             while pending:
                 for output in self.step():
@@ -142,10 +141,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields the growing output after each step that gave the request a token. Closing the iterator aborts the request."""
-        request_id = self.add(prompt, sampling_params)
-        buffer = self._streams[request_id] = []
-        finished = False
+        request_id, finished = None, False
         try:
+            with deferred_interrupt():
+                request_id = self.add(prompt, sampling_params)
+                buffer = self._streams[request_id] = []
             while not finished:
                 while not buffer:
                     self.step()
@@ -153,9 +153,10 @@ class LLM:
                 finished = output.finished
                 yield output
         finally:
-            del self._streams[request_id]
-            if not finished:
-                self.abort([request_id])
+            if request_id is not None:
+                del self._streams[request_id]
+                if not finished:
+                    self.abort([request_id])
         self._settle()
 
     def add(
@@ -197,14 +198,12 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it."""
         outputs = self.core.step()
-        for output in outputs:
-            if output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
+        self._pass_on(outputs)
         return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests; unknown and finished ids are ignored."""
-        self.core.abort(request_ids)
+        """Ends requests; unknown and finished ids are ignored. A stream of one ends with finish_reason "abort"."""
+        self._pass_on(self.core.abort(request_ids))
 
     def close(self) -> None:
         """Ends the engine's threads and lets go of its memory; the weights stay with who shares them."""
@@ -212,9 +211,16 @@ class LLM:
 
     # -- helpers
 
+    def _pass_on(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+
     def _settle(self) -> None:
-        """Nothing to do any more: fetches the step that ran ahead, so that the engine rests empty."""
-        while not self.core.has_unfinished() and self.core.in_flight:
+        """Nothing to do any more: fetches the step that ran ahead and has the runner drop its rows, so that the engine
+        rests empty."""
+        core = self.core
+        while not core.has_unfinished() and (core.in_flight or core.scheduler.has_requests()):
             self.step()
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -227,7 +233,10 @@ class LLM:
         elif isinstance(prompt, Mapping):
             text = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                token_ids = list(prompt["prompt_token_ids"])
+                token_ids = prompt["prompt_token_ids"]
+                if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+                    raise TypeError(f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}")
+                token_ids = list(token_ids)
             elif text is not None:
                 return self._tokenize(text)
             else:
@@ -257,6 +266,24 @@ class LLM:
         return stop_ids
 
 
+def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
+    """The keywords of an engine on the weights of `loaded`; ConfigError if they ask for another model, dtype or device."""
+    taken = [key for key in ("model", "tokenizer", "load_format") if key in kwargs]
+    if taken:
+        raise ConfigError(f"{', '.join(taken)} can't be given together with loaded=, which brings the model {loaded.name!r}")
+    weight = loaded.model.embed_tokens.weight
+    own = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
+    asked = {key: kwargs.get(key, "auto") for key in own}
+    merged = kwargs | {key: own[key] for key, value in asked.items() if value == "auto"}
+    config = EngineConfig.from_kwargs(**merged)
+    if config.torch_dtype != weight.dtype or config.torch_device != weight.device:
+        raise ConfigError(
+            f"dtype={asked['dtype']!r}, device={asked['device']!r} with loaded=: the weights of {loaded.name!r} are {own['dtype']} on "
+            f"{own['device']}; leave dtype and device out, or load the model anew"
+        )
+    return merged | {"model": loaded.name, "load_format": loaded.load_format}
+
+
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     """Completion `index` of n has its own seed, or all would be the same."""
     if params.n == 1:
@@ -268,12 +295,16 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts must be a string, {{'prompt_token_ids': [...]}} or a list of those, got {type(prompts).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
+    if not isinstance(params, Sequence):
+        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}")
     if len(params) != n:
         raise ValueError(f"{n} prompts and {len(params)} sampling_params: give one for all, or one for each")
     return list(params)

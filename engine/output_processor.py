@@ -51,6 +51,10 @@ class OutputProcessor:
     def has_parent(self, request_id: str) -> bool:
         return request_id in self._parents
 
+    def has_child(self, request_id: str) -> bool:
+        """Whether the scheduler's `request_id` makes a completion of an unfinished request."""
+        return request_id in self._children
+
     def add(self, parent: ParentRequest, requests: list[Request]) -> None:
         self._parents[parent.request_id] = parent
         for index, request in enumerate(requests):
@@ -125,6 +129,17 @@ class OutputProcessor:
             hooks.emit(Sampled(*hooks.stamp(), request.request_id, token_id, first + offset, step))
         text = child.detokenizer.text[before:] if child.detokenizer else ""
         hooks.emit(OutputDelivered(*hooks.stamp(), request.request_id, tuple(token_ids), text, request.finish_reason))
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Drops a request whose children have just been ended; its last output, or None if it is unknown or finished."""
+        parent = self._parents.get(request_id)
+        if parent is None:
+            return None
+        for child in parent.children:
+            if child.detokenizer:
+                child.detokenizer.finish()
+        self.forget(request_id)
+        return self.build(parent)
 
     def forget(self, request_id: str) -> None:
         """Drops a request that has finished or was aborted."""

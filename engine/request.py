@@ -11,12 +11,15 @@ from typing import Any
 
 from .config import closest
 
+GREEDY_BELOW = 1e-5
+"""A lower temperature than this is greedy, as in vLLM: dividing by it would overflow."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens, under vLLM's names. Bad values raise ValueError when the object is made.
+    """How to choose tokens, under vLLM's names. A bad value, or a keyword that is none of these, raises ValueError.
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 and min_p 0 switch the filter off. `stop` strings are cut from the text;
+    temperature 0 is greedy, and so is one below 1e-5; filters mean nothing then. top_k 0 or -1 and top_p 1 and min_p 0 switch the filter off. `stop` strings are cut from the text;
     `stop_token_ids` end it. `logprobs` k returns the k best and the sampled token's. `n` completions share the prompt.
     `max_tokens` None means as many as fit.
     """
@@ -36,19 +39,20 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> SamplingParams:
-        """As the constructor, but an unknown keyword names the closest known one."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         names = [f.name for f in dataclasses.fields(cls)]
         for key in kwargs:
             if key not in names:
                 raise ValueError(f"unknown sampling parameter {key!r}{closest(key, names)} Known: {', '.join(names)}")
-        return cls(**kwargs)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", "a string or a list of strings")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", "a list of token ids"))
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if not _real(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature={self.temperature!r}: must be a finite number of at least 0 (0 is greedy)")
         if not _real(self.top_p) or not 0 < self.top_p <= 1:
@@ -59,7 +63,7 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p!r}: must be between 0 (off) and 1")
         if not _whole(self.n) or self.n < 1:
             raise ValueError(f"n={self.n!r}: must be a whole number of at least 1")
-        if self.n > 1 and self.temperature == 0:
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise ValueError(f"n={self.n} with temperature=0 would give the same text {self.n} times; raise the temperature or use n=1")
         if self.max_tokens is not None and (not _whole(self.max_tokens) or self.max_tokens < 1):
             raise ValueError(f"max_tokens={self.max_tokens!r}: must be a whole number of at least 1, or None for as many as fit")
@@ -77,6 +81,17 @@ class SamplingParams:
             raise ValueError("stop strings are found in the text, which detokenize=False does not make; use stop_token_ids")
         if any(not _whole(t) or t < 0 for t in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r}: must be token ids")
+        if self.temperature < GREEDY_BELOW:
+            for name, off in (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+                object.__setattr__(self, name, off)
+
+    def _tuple(self, name: str, what: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple | set | frozenset):
+            raise ValueError(f"{name}={value!r}: must be {what}, or None for none")
+        return tuple(value)
 
 
 def _whole(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Faithful to vLLM's V1 in structures, order and waits: dense rows, a backup of every request, pinned buffers rewritten each
 step, host loops per request. Its host waits, by their letter in vLLM's list:
-A `prepare_inputs` (overlapped loop: the pinned buffers are about to be rewritten), B `sampled tokens` (plain loop).
+A `prepare_inputs` (overlapped loop: the pinned buffers are about to be rewritten; each step but the first, and of the empty
+steps those in which rows leave), B `sampled tokens` (plain loop).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..device import Device, Event
 from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
+from ..request import SamplingParams
 from ..sched_output import NewRequestData, SchedulerOutput
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
 from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host
@@ -115,8 +117,7 @@ class ModelRunnerV1:
         self.forward()
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
-        if self.use_async_scheduling and self.prepare_inputs_event is not None:
-            self.device.wait(self.prepare_inputs_event, "prepare_inputs", inside_step=True)  # A
+        self._wait_for_inputs()
         batch, cached = self.input_batch, scheduler_output.scheduled_cached_reqs
         self._drop_finished(scheduler_output)
         kept = scheduler_output.num_scheduled_tokens.keys() - cached.resumed_req_ids
@@ -147,10 +148,17 @@ class ModelRunnerV1:
         self._may_reorder_batch(scheduler_output.num_scheduled_tokens)
         batch.refresh_metadata()
 
+    def _wait_for_inputs(self) -> None:
+        if self.use_async_scheduling and self.prepare_inputs_event is not None:
+            self.device.wait(self.prepare_inputs_event, "prepare_inputs", inside_step=True)  # A
+
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """What a step without tokens does: forget the requests that ended. A preempted one leaves when the next step runs."""
-        self._drop_finished(scheduler_output)
-        self._condense()
+        if scheduler_output.finished_req_ids:
+            # Rows are about to move in buffers that a step in flight may not have copied yet.
+            self._wait_for_inputs()
+            self._drop_finished(scheduler_output)
+            self._condense()
 
     def _drop_finished(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in sorted(scheduler_output.finished_req_ids):
@@ -169,20 +177,30 @@ class ModelRunnerV1:
             self.hooks.emit(RowFreed(*self.hooks.stamp(), req_id, row))
 
     def _cache_new(self, new: NewRequestData) -> CachedRequestState:
-        seed = new.sampling_params.seed
-        generator = None if seed is None else torch.Generator(self.device.torch_device).manual_seed(seed)
+        # Not empty only after `reset`: the request ran before.
+        outputs = new.prefill_token_ids[new.num_prompt_tokens :]
         state = CachedRequestState(
             req_id=new.req_id,
             prompt_token_ids=new.prompt_token_ids,
-            output_token_ids=[],
+            output_token_ids=outputs,
             block_ids=list(new.block_ids),
             num_computed_tokens=new.num_computed_tokens,
             sampling_params=new.sampling_params,
             stop_token_ids=new.stop_token_ids,
-            generator=generator if new.sampling_params.temperature > 0 else None,
+            generator=self._make_generator(new.sampling_params, len(outputs)),
         )
         self.requests[new.req_id] = state
         return state
+
+    def _make_generator(self, params: SamplingParams, num_drawn: int) -> torch.Generator | None:
+        """A seeded request's own generator, behind the draws of the tokens that it has."""
+        if params.seed is None or params.temperature == 0:
+            return None
+        generator = torch.Generator(self.device.torch_device).manual_seed(params.seed)
+        row = torch.empty(self.model.config.vocab_size, device=self.device.torch_device)
+        for _ in range(num_drawn):
+            row.exponential_(generator=generator)
+        return generator
 
     def _may_reorder_batch(self, scheduled: dict[str, int]) -> None:
         """Attention wants the decodes first: the first row that is none changes places with the last that is one."""

@@ -25,13 +25,14 @@ class UvaBackedTensor:
     """
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, ring_depth: int) -> None:
-        self._ring = [device.empty_host(shape, dtype) for _ in range(ring_depth)]
+        buffers = [device.empty_host(shape, dtype) for _ in range(ring_depth)]
+        self._ring = [(buffer, buffer.numpy()) for buffer in buffers]
         # A pinned host tensor is addressable from the device; torch shows it there only as a copy, so on CUDA the snapshot
         # is moved by a copy that reads the pinned buffer on the stream.
         self._device = device
         self._next = 0
         self._dirty = False
-        self.np: np.ndarray = np.zeros(shape, dtype=self._ring[0].numpy().dtype)
+        self.np: np.ndarray = np.zeros(shape, dtype=self._ring[0][1].dtype)
         self.gpu: torch.Tensor = device.to_device(self.np)
 
     def set(self, row: int, value: object) -> None:
@@ -43,9 +44,9 @@ class UvaBackedTensor:
         if not self._dirty:
             return
         self._dirty = False
-        buffer = self._ring[self._next]
+        buffer, buffer_np = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
-        np.copyto(buffer.numpy(), self.np)
+        np.copyto(buffer_np, self.np)
         if self._device.is_cuda:
             with torch.cuda.stream(self._device.compute.stream):  # type: ignore[attr-defined]
                 self.gpu = buffer.to(self._device.torch_device, non_blocking=True)

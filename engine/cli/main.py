@@ -1,0 +1,65 @@
+"""Parsing, dispatch and the exit code. A command is a module with `add_parser(commands)` and a handler."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from engine.config import closest
+
+from . import bench, doctor, generate, model, step
+from .terminal import UserError, printable
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints a usage block before the error; here the one line that matters stands alone."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser with the engine's commands, and argparse's subparsers object for adding more."""
+    parser = _Parser(prog="runnerscope", description="A small LLM engine with vLLM's two model runners, opened up.")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for module in (doctor, model, generate, step, bench):
+        module.add_parser(commands)
+    return parser, commands
+
+
+def run(parser: argparse.ArgumentParser, commands: Any, argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` names. An error of the user's is one line on stderr and exit code 2."""
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command: argparse.ArgumentParser = commands.choices[arguments.command]
+        known = re.findall(r"--[a-z][\w-]*", command.format_help())
+        command.error(f"unknown argument {unknown[0]!r}{closest(unknown[0], known)}")
+    try:
+        code: int = arguments.handler(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (say `head`) has gone. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (UserError, ValueError, OSError) as error:
+        if arguments.traceback:
+            raise
+        print(f"{parser.prog} {arguments.command}: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return printable(" ".join(text.split()))

@@ -1,0 +1,66 @@
+"""A notebook and its dashboard on a page, driven as a person drives them."""
+
+from __future__ import annotations
+
+import re
+
+from playwright.sync_api import Locator, Page, expect
+
+START_MS = 60_000
+RUN_MS = 180_000
+
+
+class Notebook:
+    """A notebook, opened and ready to run."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self._page = page
+        page.goto(url, timeout=START_MS)
+        page.locator(".jp-NotebookPanel:visible .jp-Notebook").wait_for(timeout=START_MS)
+        page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]:visible").first.wait_for(timeout=START_MS)
+
+    def run_all(self) -> None:
+        """Run ▸ Run All Cells, and waits until every cell has run."""
+        self._page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
+        self._page.get_by_text("Run All Cells", exact=True).click()
+        cells = self._page.locator(".jp-CodeCell .jp-InputPrompt")
+        expect(cells.filter(has_text="[*]")).to_have_count(0, timeout=RUN_MS)
+        expect(cells.last).to_have_text(re.compile(r"\[\d+\]"), timeout=RUN_MS)
+
+    def errors(self) -> list[str]:
+        """The tracebacks under its cells."""
+        return self._page.locator(".jp-OutputArea-output[data-mime-type*=error]").all_inner_texts()
+
+    def dashboard(self) -> Dashboard:
+        """The first dashboard on it."""
+        root = self._page.locator(".rs-dashboard").first
+        root.wait_for(timeout=START_MS)
+        root.scroll_into_view_if_needed()
+        return Dashboard(root)
+
+
+class Dashboard:
+    """The live dashboard on the page."""
+
+    def __init__(self, root: Locator) -> None:
+        self.root = root
+        self._place = root.locator(".rs-place b")
+        self._place.wait_for(timeout=START_MS)
+
+    def step_number(self) -> int:
+        """The step under the cursor."""
+        return int(self._place.inner_text())
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the cursor stands there."""
+        expect(self._place).to_have_text(str(step), timeout=RUN_MS)
+
+    def press(self, command: str) -> None:
+        """A button of the bar; returns when the step it leads to is shown."""
+        before = self.step_number()
+        self.root.locator(f"button[data-command={command}]").click()
+        expect(self._place).not_to_have_text(str(before), timeout=RUN_MS)
+
+    def shows(self, view: str) -> str:
+        """What a view draws: its text and its shapes."""
+        return self.root.locator(f".rs-at-{view}").first.inner_html()

@@ -1,0 +1,228 @@
+"""Tiny engines, request traces, the reference they are held to, and a device that is as late as a device may be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+import engine.device
+from engine import LLM, RequestOutput, SamplingParams
+from engine.hooks import Hooks, Lane
+from engine.models import LoadedModel, load_model
+
+RUNNERS = ("v1", "v2")
+LOOPS = ("plain", "overlapped")
+VOCAB = 384
+EOS = 2
+
+both_runners = pytest.mark.parametrize("runner", RUNNERS)
+both_loops = pytest.mark.parametrize("loop", LOOPS)
+
+
+@lru_cache(maxsize=None)
+def tiny_model(name: str = "tiny-llama", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(name, dtype=dtype, device=torch.device("cpu"), load_format="dummy")
+
+
+def make_llm(runner: str = "v2", loop: str = "overlapped", loaded: LoadedModel | None = None, **kwargs: Any) -> LLM:
+    """A tiny engine on shared weights; every keyword of `LLM` may be given."""
+    defaults: dict[str, Any] = {
+        "max_model_len": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 129,
+    }  # fmt: skip
+    return LLM(
+        loaded=loaded or tiny_model(), use_v2_model_runner=runner == "v2", async_scheduling=loop == "overlapped",
+        **(defaults | kwargs),
+    )  # fmt: skip
+
+
+@contextmanager
+def tiny_llm(runner: str = "v2", loop: str = "overlapped", **kwargs: Any) -> Iterator[LLM]:
+    llm = make_llm(runner, loop, **kwargs)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def greedy(max_tokens: int = 8, **kwargs: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | kwargs))
+
+
+def ids(*token_ids: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(token_ids)}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@lru_cache(maxsize=None)
+def _reference_llm(name: str) -> LLM:
+    return make_llm("v1", "plain", tiny_model(name), enable_prefix_caching=False, max_num_seqs=1)
+
+
+@lru_cache(maxsize=4096)
+def _reference(prompt: tuple[int, ...], params: SamplingParams, name: str) -> tuple[int, ...]:
+    return _reference_llm(name).generate(ids(*prompt), params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def reference(prompt: Iterable[int], params: SamplingParams, name: str = "tiny-llama") -> tuple[int, ...]:
+    """The right greedy answer: the request alone, on the plain loop, nothing cached."""
+    return _reference(tuple(prompt), params, name)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """`arrival` and `abort_at` count the steps of the trace from 0."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: int = 0
+    abort_at: int | None = None
+    priority: int = 0
+
+
+@dataclass
+class TraceResult:
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    num_steps: int = 0
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        output = self.outputs.get(request_id)
+        return output.outputs[0].token_ids if output else ()
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(output.metrics.num_preemptions for output in self.outputs.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(output.num_cached_tokens for output in self.outputs.values())
+
+
+def run_trace(
+    llm: LLM, trace: Iterable[TraceRequest], after_step: Callable[[LLM], None] | None = None, limit: int = 3000
+) -> TraceResult:
+    """Adds and aborts at the right steps, checks every book after each step, and that nothing is left at the end."""
+    result = TraceResult()
+    to_come = sorted(trace, key=lambda request: request.arrival)
+    aborts = [request for request in to_come if request.abort_at is not None]
+    while to_come or llm.core.has_unfinished() or llm.core.in_flight:
+        assert result.num_steps < limit, "no end"
+        while to_come and to_come[0].arrival <= result.num_steps:
+            request = to_come.pop(0)
+            llm.add(ids(*request.prompt), request.params, request_id=request.request_id, priority=request.priority)
+        llm.abort([request.request_id for request in aborts if request.abort_at == result.num_steps])
+        for output in llm.step():
+            result.outputs[output.request_id] = output
+        result.num_steps += 1
+        llm.core.check_integrity()
+        if after_step is not None:
+            after_step(llm)
+    assert_empty(llm)
+    return result
+
+
+def assert_empty(llm: LLM) -> None:
+    """No request, block or row is left behind."""
+    core = llm.core
+    while core.scheduler.has_requests() or core.in_flight:
+        assert not core.scheduler.requests, f"requests left: {list(core.scheduler.requests)}"
+        core.step()
+    core.check_integrity()
+    pool = core.scheduler.kv_cache
+    assert pool.num_free_blocks == pool.num_usable_blocks
+    assert not core.in_flight and not core.output_processor.child_ids("any")
+    assert not core.output_processor._parents and not core.output_processor._children
+    if core.use_v2:
+        assert not core.runner.req_states.req_id_to_index
+        assert len(core.runner.req_states.free_indices) == core.runner.max_num_reqs
+    else:
+        assert not core.runner.requests
+        assert core.runner.input_batch.num_reqs == 0 and core.runner.input_batch.req_ids == []
+
+
+class LateEvent:
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self.done = False
+        self.error: BaseException | None = None
+
+    def synchronize(self) -> None:
+        self._stream.run_until(self)
+        if self.error is not None:
+            raise self.error
+
+    def query(self) -> bool:
+        return self.done
+
+
+class LateStream:
+    """Runs nothing until somebody waits, and then no more than he waits for: the latest that a device may be.
+
+    A host that overwrites what a step in flight still has to read gives wrong tokens here every time, not once in a
+    thousand runs.
+    """
+
+    def __init__(self, lane: Lane, hooks: Hooks) -> None:
+        self.lane = lane
+        self._tasks: deque[Any] = deque()
+        self._error: BaseException | None = None
+
+    def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
+        self._tasks.append((fn, args))
+
+    def record_event(self) -> LateEvent:
+        event = LateEvent(self)
+        self._tasks.append(event)
+        return event
+
+    def wait_event(self, event: LateEvent) -> None:
+        def wait() -> None:
+            event.synchronize()
+
+        self._tasks.append((wait, ()))
+
+    def run_until(self, event: LateEvent) -> None:
+        while not event.done:
+            task = self._tasks.popleft()
+            if isinstance(task, LateEvent):
+                task.done, task.error = True, self._error
+            elif self._error is None:
+                fn, args = task
+                try:
+                    with torch.inference_mode():
+                        fn(*args)
+                except BaseException as error:  # noqa: BLE001 - as on a real stream, it is raised to who waits
+                    self._error = error
+
+    def take_spans(self) -> list[Any]:
+        return []
+
+    def reset(self) -> None:
+        self._error = None
+
+    def close(self) -> None:
+        self._tasks.clear()
+
+
+@contextmanager
+def device_timing(timing: str) -> Iterator[None]:
+    """Engines made inside have a device that is `"threads"` (the real one) or `"late"`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if timing == "late":
+            patch.setattr(engine.device, "CpuStream", LateStream)
+        yield
