@@ -1,7 +1,7 @@
 """The engine's configuration: frozen, validated when made, never patched later.
 
-`EngineConfig.from_kwargs` takes the keywords of `LLM(...)` under vLLM's names; an unknown one raises and names the closest.
-What depends on the checkpoint or on the machine is settled once, by `resolve`, which returns a new config.
+`EngineConfig.from_kwargs` takes the keywords of `LLM(...)` under vLLM's names; an unknown one raises and names the
+closest. What depends on the checkpoint or on the machine is settled once, by `resolve`, which returns a new config.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def closest(name: str, names: Any) -> str:
 
 def _choice(what: str, value: str, choices: Any) -> None:
     if value not in choices:
-        raise ConfigError(f"{what}={value!r}: possible are {', '.join(map(repr, choices))}{closest(str(value), choices)}")
+        raise ConfigError(
+            f"{what}={value!r}: possible are {', '.join(map(repr, choices))}{closest(str(value), choices)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class SpeculativeConfig:
         if self.method not in SPECULATIVE_METHODS:
             known = ", ".join(map(repr, SPECULATIVE_METHODS)) or "none yet"
             raise ConfigError(
-                f"speculative method {self.method!r} is not in this version (available: {known}); leave speculative_config out"
+                f"speculative method {self.method!r} is not in this version (available: {known}); "
+                "leave speculative_config out"
             )
         if self.num_speculative_tokens < 1:
             raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1")
@@ -60,7 +63,8 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All knobs of one engine, under vLLM's names. None means: settled by `resolve` from the checkpoint or the machine."""
+    """All knobs of one engine, under vLLM's names. None means: settled by `resolve` from the checkpoint or the
+    machine."""
 
     model: str = "SmolLM2-135M-Instruct"
     tokenizer: str | None = None
@@ -99,7 +103,9 @@ class EngineConfig:
             known = [f.name for f in dataclasses.fields(SpeculativeConfig)]
             for key in spec:
                 if key not in known:
-                    raise ConfigError(f"unknown key {key!r} in speculative_config{closest(key, known)} Known: {', '.join(known)}")
+                    raise ConfigError(
+                        f"unknown key {key!r} in speculative_config{closest(key, known)} Known: {', '.join(known)}"
+                    )
             if "method" not in spec:
                 raise ConfigError("speculative_config needs a 'method'")
             kwargs["speculative_config"] = SpeculativeConfig(**spec)
@@ -113,17 +119,27 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_model_len", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enforce_eager", "skip_tokenizer_init"):
+        for name in (
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "async_scheduling",
+            "enforce_eager",
+            "skip_tokenizer_init",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.use_v2_model_runner not in (None, True, False):
-            raise ConfigError(f"use_v2_model_runner={self.use_v2_model_runner!r}: must be True, False or None (the default)")
+            raise ConfigError(
+                f"use_v2_model_runner={self.use_v2_model_runner!r}: must be True, False or None (the default)"
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r}: must be a 64-bit whole number")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1")
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
-            raise ConfigError("num_gpu_blocks_override=1: at least 2, since block 0 is the null block that no request owns")
+            raise ConfigError(
+                "num_gpu_blocks_override=1: at least 2, since block 0 is the null block that no request owns"
+            )
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -159,12 +175,14 @@ class EngineConfig:
         max_len = self.max_model_len if self.max_model_len is not None else model_max_len
         if max_len > model_max_len:
             raise ConfigError(
-                f"max_model_len={max_len} is more than the {model_max_len} positions of {self.model!r}; ask for at most {model_max_len}"
+                f"max_model_len={max_len} is more than the {model_max_len} positions of {self.model!r}; "
+                f"ask for at most {model_max_len}"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_len:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={max_len} and chunked prefill is off, so "
-                "a long prompt could never run; raise the budget, lower max_model_len or set enable_chunked_prefill=True"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={max_len} and chunked "
+                "prefill is off, so a long prompt could never run; raise the budget, lower max_model_len or set "
+                "enable_chunked_prefill=True"
             )
         max_seqs = self.max_num_seqs
         if max_seqs is None:

@@ -1,8 +1,9 @@
 """EngineCore: one engine's requests, scheduler and runner, and its two loops.
 
-`phases()` is a generator over the phases of one step and `step()` drains it: stepping and running are the same code. The two
-loops call the same functions in another order. Plain: a step's output is fetched before the next step is scheduled.
-Overlapped (`async_scheduling`): the next step is scheduled and launched first, so the host works while the device computes.
+`phases()` is a generator over the phases of one step and `step()` drains it: stepping and running are the same code.
+The two loops call the same functions in another order. Plain: a step's output is fetched before the next step is
+scheduled. Overlapped (`async_scheduling`): the next step is scheduled and launched first, so the host works while the
+device computes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class EngineCore:
         with deferred_interrupt():
             for request in requests:
                 if self.output_processor.has_child(request.request_id):
-                    raise ValueError(f"request id {request.request_id!r} belongs to an unfinished request; choose another")
+                    raise ValueError(
+                        f"request id {request.request_id!r} belongs to an unfinished request; choose another"
+                    )
             added = []
             try:
                 for request in requests:
@@ -111,10 +114,11 @@ class EngineCore:
         return self.hooks.step
 
     def step(self) -> list[RequestOutput]:
-        """One whole step, or the rest of the one that `phases()` left unfinished. Returns the outputs that arrived in it.
+        """One whole step, or the rest of the one that `phases()` left unfinished. Returns the outputs that arrived in
+        it.
 
-        A Ctrl-C is raised when the step has ended, and the next step returns its outputs. If the step fails, `recover` has
-        run when the error is raised.
+        A Ctrl-C is raised when the step has ended, and the next step returns its outputs. If the step fails,
+        `recover` has run when the error is raised.
         """
         with deferred_interrupt():
             for _ in self.phases():
@@ -156,10 +160,10 @@ class EngineCore:
         scheduled = self._schedule()
         yield "schedule"
         yield from self._execute(scheduled)
-        if len(self.in_flight) == MAX_STEPS_IN_FLIGHT or not scheduled.total_num_scheduled_tokens:
-            if self.in_flight:
-                self._deliver()
-                yield "output"
+        nothing_new = not scheduled.total_num_scheduled_tokens
+        if len(self.in_flight) == MAX_STEPS_IN_FLIGHT or (self.in_flight and nothing_new):
+            self._deliver()
+            yield "output"
 
     def _schedule(self) -> SchedulerOutput:
         with self.hooks.span("schedule"):

@@ -11,8 +11,8 @@ from .request import SamplingParams
 class Detokenizer:
     """The growing text of one completion.
 
-    `text` is all of it; `visible_text` holds back what may still turn out to be the beginning of a stop string. Bytes of an
-    unfinished UTF-8 character wait for the token that completes it.
+    `text` is all of it; `visible_text` holds back what may still turn out to be the beginning of a stop string. Bytes
+    of an unfinished UTF-8 character wait for the token that completes it.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -45,7 +45,9 @@ class Detokenizer:
 
     def _cut_at_stop(self, before: int) -> str | None:
         found = [
-            (at, stop) for stop in self._params.stop if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+            (at, stop)
+            for stop in self._params.stop
+            if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if not found:
             return None

@@ -1,15 +1,16 @@
 """Streams and events: CUDA's on a GPU, and real ones on a CPU.
 
-On a CPU a stream is a worker thread that runs submitted work in order, so `submit` returns at once and the host runs ahead
-while torch computes; an event blocks whoever waits for it. The runners are written once, against `Stream`. What a submitted
-function computes exists on the host only after an event that was recorded behind it.
+On a CPU a stream is a worker thread that runs submitted work in order, so `submit` returns at once and the host runs
+ahead while torch computes; an event blocks whoever waits for it. The runners are written once, against `Stream`. What
+a submitted function computes exists on the host only after an event that was recorded behind it.
 
-A failure inside submitted work is kept like a CUDA error: later work of that stream is skipped, and who waits for an event
-recorded behind it gets the exception. `Device.reset` clears it.
+A failure inside submitted work is kept like a CUDA error: later work of that stream is skipped, and who waits for an
+event recorded behind it gets the exception. `Device.reset` clears it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -243,7 +244,8 @@ class Device:
         self.compute, self.copy = (make(lane) for lane in lanes)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A fresh copy of `array` on the device: shared with nobody, so the next step needs no barrier before reusing `array`."""
+        """A fresh copy of `array` on the device: shared with nobody, so the next step needs no barrier before reusing
+        `array`."""
         copy = torch.from_numpy(array.copy())
         if not self.is_cuda:
             return copy
@@ -301,10 +303,8 @@ class Device:
     def reset(self) -> None:
         """Waits until both streams are idle and clears a failure."""
         for stream in (self.compute, self.copy):
-            try:
+            with contextlib.suppress(Exception):  # it has been raised to the caller of the step already
                 stream.record_event().synchronize()
-            except Exception:  # noqa: BLE001 - it has been raised to the caller of the step already
-                pass
             stream.reset()
 
     def close(self) -> None:

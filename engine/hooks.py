@@ -1,7 +1,8 @@
 """Events and spans of the engine, and subscriptions to them.
 
-Only what an observer may know is here; nothing in this file changes the engine. An event is a frozen dataclass that carries
-the step, the runner and a time (`time.perf_counter_ns`). Emitting with no subscriber costs one attribute test:
+Only what an observer may know is here; nothing in this file changes the engine. An event is a frozen dataclass that
+carries the step, the runner and a time (`time.perf_counter_ns`). Emitting with no subscriber costs one attribute
+test:
 
     if hooks.active:
         hooks.emit(RowMoved(...))

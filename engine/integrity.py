@@ -10,7 +10,8 @@ from .scheduler import Scheduler
 
 
 def check_rows(runner: ModelRunnerV1 | ModelRunnerV2, scheduler: Scheduler) -> None:
-    """Raises AssertionError naming the row or the request at fault. Call it when every scheduled step has been executed."""
+    """Raises AssertionError naming the row or the request at fault. Call it when every scheduled step has been
+    executed."""
     blocks = {request.request_id: scheduler.kv_cache.block_ids(request.request_id) for request in scheduler.running}
     if isinstance(runner, ModelRunnerV1):
         _check_v1(runner, scheduler.runner_request_ids, blocks)
@@ -26,7 +27,9 @@ def _check_v1(runner: ModelRunnerV1, held: Set[str], blocks: dict[str, list[int]
     rows = {req_id: row for row, req_id in enumerate(batch.req_ids)}
     assert rows == batch.req_id_to_index, f"V1's rows are {batch.req_ids}, its index says {batch.req_id_to_index}"
     for mapping in (batch.params, batch.stop_ids):
-        assert mapping.keys() == set(rows.values()), f"V1 has parameters of rows {sorted(mapping)}, occupied are {len(rows)}"
+        assert mapping.keys() == set(rows.values()), (
+            f"V1 has parameters of rows {sorted(mapping)}, occupied are {len(rows)}"
+        )
     assert batch.generators.keys() <= set(rows.values()), f"V1 has generators of empty rows: {sorted(batch.generators)}"
     for members in (batch.top_p_reqs, batch.top_k_reqs, batch.min_p_reqs):
         assert members <= rows.keys(), f"V1's sets name requests without a row: {members - rows.keys()}"
@@ -34,7 +37,9 @@ def _check_v1(runner: ModelRunnerV1, held: Set[str], blocks: dict[str, list[int]
     assert not batch.greedy_reqs & batch.random_reqs, "no row of V1 is both greedy and random"
     for req_id, block_ids in blocks.items():
         state = runner.requests[req_id]
-        assert state.block_ids == block_ids, f"V1's backup of {req_id!r} has blocks {state.block_ids}, right is {block_ids}"
+        assert state.block_ids == block_ids, (
+            f"V1's backup of {req_id!r} has blocks {state.block_ids}, right is {block_ids}"
+        )
         if req_id in rows:
             row = rows[req_id]
             in_row = batch.block_table.np[row, : batch.num_blocks[row]].tolist()
@@ -52,4 +57,6 @@ def _check_v2(runner: ModelRunnerV2, held: Set[str], blocks: dict[str, list[int]
     assert all_rows == list(range(states.max_num_reqs)), f"V2's used and free rows are {all_rows}"
     for req_id, block_ids in blocks.items():
         num_blocks = int(tables.num_blocks.np[rows[req_id]])
-        assert num_blocks == len(block_ids), f"V2's row of {req_id!r} has {num_blocks} blocks, right are {len(block_ids)}"
+        assert num_blocks == len(block_ids), (
+            f"V2's row of {req_id!r} has {num_blocks} blocks, right are {len(block_ids)}"
+        )

@@ -27,11 +27,12 @@ class LLM:
     """A model, a scheduler and a runner.
 
     Args:
-        model: a folder or file of a Llama, Qwen2 or Qwen3 checkpoint (safetensors or GGUF), a hub name, or the name of a
+        model: a folder or file of a Llama, Qwen2 or Qwen3 checkpoint (safetensors or GGUF), a hub name, or the name
+        of a
             built-in config with `load_format="dummy"`. Left out: SmolLM2-135M-Instruct.
-        loaded: another engine's `llm.loaded`, to share its weights; then `model`, `tokenizer` and `load_format` stay out.
-        keep_finished: finished requests stay visible in snapshots (the workbench's wish).
-        **kwargs: every field of `EngineConfig`; an unknown one raises ConfigError and names the closest.
+        loaded: another engine's `llm.loaded`, to share its weights; then `model`, `tokenizer` and `load_format` stay
+        out. keep_finished: finished requests stay visible in snapshots (the workbench's wish). **kwargs: every field
+        of `EngineConfig`; an unknown one raises ConfigError and names the closest.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class LLM:
         """The checkpoint's tokenizer; ConfigError if the engine was made without one."""
         if self.loaded.tokenizer is None:
             raise ConfigError(
-                f"{self.loaded.name!r} runs without a tokenizer (skip_tokenizer_init, or a dummy model): give prompts as "
-                '{"prompt_token_ids": [...]}, or load a tokenizer'
+                f"{self.loaded.name!r} runs without a tokenizer (skip_tokenizer_init, or a dummy model): give "
+                'prompts as {"prompt_token_ids": [...]}, or load a tokenizer'
             )
         return self.loaded.tokenizer
 
@@ -81,8 +82,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes every prompt; the results are in the prompts' order.
 
-        A prompt is a string or `{"prompt_token_ids": [...]}`. All prompts are checked before any is run. When it is interrupted
-        or fails, its requests are aborted and the engine can be used again.
+        A prompt is a string or `{"prompt_token_ids": [...]}`. All prompts are checked before any is run. When it is
+        interrupted or fails, its requests are aborted and the engine can be used again.
         """
         batch = _as_prompts(prompts)
         params = _as_params(sampling_params, len(batch))
@@ -140,7 +141,8 @@ class LLM:
     # -- token by token
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yields the growing output after each step that gave the request a token. Closing the iterator aborts the request."""
+        """Yields the growing output after each step that gave the request a token. Closing the iterator aborts the
+        request."""
         request_id, finished = None, False
         try:
             with deferred_interrupt():
@@ -167,7 +169,8 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Queues one request for the next `step()` and returns its id. Raises ValueError, with nothing queued, if it can't run."""
+        """Queues one request for the next `step()` and returns its id. Raises ValueError, with nothing queued, if it
+        can't run."""
         params = sampling_params if sampling_params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
@@ -267,10 +270,13 @@ class LLM:
 
 
 def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
-    """The keywords of an engine on the weights of `loaded`; ConfigError if they ask for another model, dtype or device."""
+    """The keywords of an engine on the weights of `loaded`; ConfigError if they ask for another model, dtype or
+    device."""
     taken = [key for key in ("model", "tokenizer", "load_format") if key in kwargs]
     if taken:
-        raise ConfigError(f"{', '.join(taken)} can't be given together with loaded=, which brings the model {loaded.name!r}")
+        raise ConfigError(
+            f"{', '.join(taken)} can't be given together with loaded=, which brings the model {loaded.name!r}"
+        )
     weight = loaded.model.embed_tokens.weight
     own = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
     asked = {key: kwargs.get(key, "auto") for key in own}
@@ -278,7 +284,8 @@ def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
     config = EngineConfig.from_kwargs(**merged)
     if config.torch_dtype != weight.dtype or config.torch_device != weight.device:
         raise ConfigError(
-            f"dtype={asked['dtype']!r}, device={asked['device']!r} with loaded=: the weights of {loaded.name!r} are {own['dtype']} on "
+            f"dtype={asked['dtype']!r}, device={asked['device']!r} with loaded=: "
+            f"the weights of {loaded.name!r} are {own['dtype']} on "
             f"{own['device']}; leave dtype and device out, or load the model anew"
         )
     return merged | {"model": loaded.name, "load_format": loaded.load_format}
@@ -296,7 +303,9 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise TypeError(f"prompts must be a string, {{'prompt_token_ids': [...]}} or a list of those, got {type(prompts).__name__}")
+        raise TypeError(
+            f"prompts must be a string, {{'prompt_token_ids': [...]}} or a list of those, got {type(prompts).__name__}"
+        )
     return list(prompts)  # type: ignore[arg-type]
 
 

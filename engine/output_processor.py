@@ -84,7 +84,8 @@ class OutputProcessor:
         step: int,
         stop: Callable[[Request, str], None],
     ) -> list[RequestOutput]:
-        """The outputs of the requests that got tokens in `step`; `stop(request, string)` ends one that met a stop string."""
+        """The outputs of the requests that got tokens in `step`; `stop(request, string)` ends one that met a stop
+        string."""
         touched: dict[str, ParentRequest] = {}
         now = time.monotonic()
         for request, token_ids in updates:
@@ -131,7 +132,8 @@ class OutputProcessor:
         hooks.emit(OutputDelivered(*hooks.stamp(), request.request_id, tuple(token_ids), text, request.finish_reason))
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Drops a request whose children have just been ended; its last output, or None if it is unknown or finished."""
+        """Drops a request whose children have just been ended; its last output, or None if it is unknown or
+        finished."""
         parent = self._parents.get(request_id)
         if parent is None:
             return None

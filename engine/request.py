@@ -19,9 +19,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """How to choose tokens, under vLLM's names. A bad value, or a keyword that is none of these, raises ValueError.
 
-    temperature 0 is greedy, and so is one below 1e-5; filters mean nothing then. top_k 0 or -1 and top_p 1 and min_p 0 switch the filter off. `stop` strings are cut from the text;
-    `stop_token_ids` end it. `logprobs` k returns the k best and the sampled token's. `n` completions share the prompt.
-    `max_tokens` None means as many as fit.
+    temperature 0 is greedy, and so is one below 1e-5; filters mean nothing then. top_k 0 or -1 and top_p 1 and min_p
+    0 switch the filter off. `stop` strings are cut from the text; `stop_token_ids` end it. `logprobs` k returns the k
+    best and the sampled token's. `n` completions share the prompt. `max_tokens` None means as many as fit.
     """
 
     n: int = 1
@@ -64,9 +64,14 @@ class SamplingParams:
         if not _whole(self.n) or self.n < 1:
             raise ValueError(f"n={self.n!r}: must be a whole number of at least 1")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
-            raise ValueError(f"n={self.n} with temperature=0 would give the same text {self.n} times; raise the temperature or use n=1")
+            raise ValueError(
+                f"n={self.n} with temperature=0 would give the same text {self.n} times; "
+                "raise the temperature or use n=1"
+            )
         if self.max_tokens is not None and (not _whole(self.max_tokens) or self.max_tokens < 1):
-            raise ValueError(f"max_tokens={self.max_tokens!r}: must be a whole number of at least 1, or None for as many as fit")
+            raise ValueError(
+                f"max_tokens={self.max_tokens!r}: must be a whole number of at least 1, or None for as many as fit"
+            )
         if not _whole(self.min_tokens) or self.min_tokens < 0:
             raise ValueError(f"min_tokens={self.min_tokens!r}: must be a whole number of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -78,7 +83,9 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"stop={self.stop!r}: must be non-empty strings")
         if stop and not self.detokenize:
-            raise ValueError("stop strings are found in the text, which detokenize=False does not make; use stop_token_ids")
+            raise ValueError(
+                "stop strings are found in the text, which detokenize=False does not make; use stop_token_ids"
+            )
         if any(not _whole(t) or t < 0 for t in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r}: must be token ids")
         if self.temperature < GREEDY_BELOW:
@@ -178,7 +185,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. `logprobs[i]` maps token id -> Logprob for output position i. finish_reason: stop, length or abort."""
+    """One completion. `logprobs[i]` maps token id -> Logprob for output position i. finish_reason: stop, length or
+    abort."""
 
     index: int
     text: str

@@ -1,7 +1,8 @@
 """Frozen views of an engine's state at a pause: what the workbench draws.
 
-`take(core)` copies the host's state at once and enqueues copies of the device's state on the compute stream, so that taking
-a snapshot between two steps waits for nothing; `PendingSnapshot.result()` waits for the copies and builds the views.
+`take(core)` copies the host's state at once and enqueues copies of the device's state on the compute stream, so that
+taking a snapshot between two steps waits for nothing; `PendingSnapshot.result()` waits for the copies and builds the
+views.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ class Snapshot:
 class PendingSnapshot:
     """A snapshot whose device part is still being copied. `result()` waits for the copies, the first time."""
 
-    def __init__(self, host: dict[str, Any], device: Callable[[], tuple[tuple[RowView, ...], BlockTablesView, InputsView | None]]):
+    def __init__(
+        self, host: dict[str, Any], device: Callable[[], tuple[tuple[RowView, ...], BlockTablesView, InputsView | None]]
+    ):
         self._host = host
         self._device = device
         self._result: Snapshot | None = None

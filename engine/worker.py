@@ -29,7 +29,8 @@ def unsupported_features(config: EngineConfig, use_v2: bool) -> list[str]:
 
 
 def choose_runner(config: EngineConfig) -> bool:
-    """True for V2. The config decides if it says so, then VLLM_USE_V2_MODEL_RUNNER; "dspark" forces V2; V2 is the default.
+    """True for V2. The config decides if it says so, then VLLM_USE_V2_MODEL_RUNNER; "dspark" forces V2; V2 is the
+    default.
 
     Raises ConfigError if V1 is asked for with what V1 cannot do.
     """
@@ -39,7 +40,9 @@ def choose_runner(config: EngineConfig) -> bool:
     use_v2 = True if asked is None else asked
     problems = unsupported_features(config, use_v2)
     if problems:
-        raise ConfigError(f"runner {'V2' if use_v2 else 'V1'} can't run this config: {' '.join(problems)} Use the other runner")
+        raise ConfigError(
+            f"runner {'V2' if use_v2 else 'V1'} can't run this config: {' '.join(problems)} Use the other runner"
+        )
     return use_v2
 
 
@@ -58,8 +61,8 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
     blocks = min(useful, budget // bytes_per_block)
     if blocks < 2:
         raise ConfigError(
-            f"the KV cache has room for {max(blocks, 0)} blocks of {bytes_per_block / 2**20:.1f} MiB and needs at least 2; lower block_size, "
-            "raise gpu_memory_utilization (CUDA) or RUNNERSCOPE_CPU_KVCACHE_SPACE (CPU), or set num_gpu_blocks_override"
+            f"the KV cache has room for {max(blocks, 0)} blocks of {bytes_per_block / 2**20:.1f} MiB and "
+            "needs at least 2; lower block_size, raise gpu_memory_utilization (CUDA) or RUNNERSCOPE_CPU_KVCACHE_SPACE (CPU), or set num_gpu_blocks_override"
         )
     return blocks
 
@@ -67,6 +70,7 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
 def build_model_runner(
     config: EngineConfig, use_v2: bool, loaded: LoadedModel, kv_cache: torch.Tensor, device: Device, hooks: Hooks
 ) -> ModelRunner:
+    """The one place where a runner's class is picked."""
     runner_class = ModelRunnerV2 if use_v2 else ModelRunnerV1
     return runner_class(config, loaded.model, ModelState(config.block_size), kv_cache, device, hooks)
 

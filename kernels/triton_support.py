@@ -55,7 +55,8 @@ def launch(
             with _interpreter():
                 _interpreted(kernel.fn)[grid](*args, **constexprs)
         else:
-            kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl, **constexprs)
+            early = {"launch_pdl": True} if pdl else {}
+            kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **early, **constexprs)
 
 
 def can_launch_early(form: str, tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.models import weight_bytes
 from engine.request import SamplingParams
 
 from .machine import commit, device_name, versions

@@ -1,8 +1,8 @@
 """Runner V1's persistent batch: dense rows that are themselves the model's input, and the backup of each request.
 
-R max requests, L max model length, B max blocks a request. Rows 0..r-1 are always occupied when a step runs, so a finished
-request leaves a hole that `condense` fills by moving the last row, and attention that wants decodes first swaps rows. Every
-per-row column is named once, in `_row_columns`, so that no move forgets one.
+R max requests, L max model length, B max blocks a request. Rows 0..r-1 are always occupied when a step runs, so a
+finished request leaves a hole that `condense` fills by moving the last row, and attention that wants decodes first
+swaps rows. Every per-row column is named once, in `_row_columns`, so that no move forgets one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CachedRequestState:
 
 
 class CpuGpuBuffer:
-    """A host tensor (pinned on CUDA), its numpy view and the device's copy. `copy_to_gpu` queues the copy: the host must not
-    write the buffer again before that copy has ended."""
+    """A host tensor (pinned on CUDA), its numpy view and the device's copy. `copy_to_gpu` queues the copy: the host
+    must not write the buffer again before that copy has ended."""
 
     def __init__(self, device: Device, *shape: int, dtype: torch.dtype) -> None:
         self._device = device
@@ -51,7 +51,8 @@ class CpuGpuBuffer:
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Device slices for the sampler; made anew only when the batch changed. temperature/top_p/min_p f32, top_k i32 [r]."""
+    """Device slices for the sampler; made anew only when the batch changed. temperature/top_p/min_p f32, top_k i32
+    [r]."""
 
     all_greedy: bool
     temperature: torch.Tensor
@@ -104,8 +105,8 @@ class InputBatch:
     def _row_columns(self) -> tuple[np.ndarray, ...]:
         """Every array with one entry a row, the wide ones first."""
         return (
-            self.token_ids_cpu, self.block_table.np, self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens_cpu,
-            self.num_blocks, self.temperature.np, self.top_p.np, self.top_k.np, self.min_p.np,
+            self.token_ids_cpu, self.block_table.np, self.num_tokens, self.num_prompt_tokens,
+            self.num_computed_tokens_cpu, self.num_blocks, self.temperature.np, self.top_p.np, self.top_k.np, self.min_p.np,
         )  # fmt: skip
 
     def _row_dicts(self) -> tuple[dict, ...]:

@@ -1,4 +1,5 @@
-"""The output of a step of runner V1: at hand after wait B (plain loop), or on its way on the copy stream (overlapped)."""
+"""The output of a step of runner V1: at hand after wait B (plain loop), or on its way on the copy stream
+(overlapped)."""
 
 from __future__ import annotations
 

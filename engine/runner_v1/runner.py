@@ -1,9 +1,9 @@
 """Model runner V1: the persistent batch is the model's input.
 
-Faithful to vLLM's V1 in structures, order and waits: dense rows, a backup of every request, pinned buffers rewritten each
-step, host loops per request. Its host waits, by their letter in vLLM's list:
-A `prepare_inputs` (overlapped loop: the pinned buffers are about to be rewritten; each step but the first, and of the empty
-steps those in which rows leave), B `sampled tokens` (plain loop).
+Faithful to vLLM's V1 in structures, order and waits: dense rows, a backup of every request, pinned buffers rewritten
+each step, host loops per request. Its host waits, by their letter in vLLM's list: A `prepare_inputs` (overlapped
+loop: the pinned buffers are about to be rewritten; each step but the first, and of the empty steps those in which
+rows leave), B `sampled tokens` (plain loop).
 """
 
 from __future__ import annotations
@@ -68,7 +68,13 @@ class ModelRunnerV1:
     name = "v1"
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, model_state: ModelState, kv_cache: torch.Tensor, device: Device, hooks: Hooks
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        model_state: ModelState,
+        kv_cache: torch.Tensor,
+        device: Device,
+        hooks: Hooks,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_model_len is not None
         self.config = config
@@ -124,7 +130,9 @@ class ModelRunnerV1:
         for req_id in [r for r in batch.req_id_to_index if r not in kept]:
             self._remove_row(req_id)
         to_add = [self._cache_new(new) for new in scheduler_output.scheduled_new_reqs]
-        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        for req_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             state = self.requests[req_id]
             state.num_computed_tokens = computed
             if req_id in cached.all_token_ids:
@@ -153,7 +161,8 @@ class ModelRunnerV1:
             self.device.wait(self.prepare_inputs_event, "prepare_inputs", inside_step=True)  # A
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """What a step without tokens does: forget the requests that ended. A preempted one leaves when the next step runs."""
+        """What a step without tokens does: forget the requests that ended. A preempted one leaves when the next step
+        runs."""
         if scheduler_output.finished_req_ids:
             # Rows are about to move in buffers that a step in flight may not have copied yet.
             self._wait_for_inputs()
@@ -281,7 +290,8 @@ class ModelRunnerV1:
         self.slot_mapping[:t].copy_(blocks.long() * block_size + positions % block_size)
 
     def _scatter_sampled_tokens(self, req_ids: tuple[str | None, ...], ends: np.ndarray) -> dict[str, str]:
-        """Overlapped loop: puts the last step's tokens, which only the device knows, where the host has placeholders."""
+        """Overlapped loop: puts the last step's tokens, which only the device knows, where the host has
+        placeholders."""
         if not self.use_async_scheduling:
             return MADE_BY
         source, target = [], []
@@ -297,7 +307,9 @@ class ModelRunnerV1:
         assert previous_values is not None
         # Nothing moved and all are decodes: the tokens lie as the input wants them.
         unchanged = source == target == list(range(n))
-        indices = None if unchanged else (self.device.to_device(np.array(source)), self.device.to_device(np.array(target)))
+        indices = (
+            None if unchanged else (self.device.to_device(np.array(source)), self.device.to_device(np.array(target)))
+        )
 
         def scatter() -> None:
             assert previous_values.output is not None
@@ -348,7 +360,9 @@ class ModelRunnerV1:
         """The stop ids of the rows that must not stop yet, by a host loop over the batch."""
         batch = self.input_batch
         produced = batch.num_tokens - batch.num_prompt_tokens
-        active = [row for row in range(batch.num_reqs) if produced[row] < batch.params[row].min_tokens and batch.stop_ids[row]]
+        active = [
+            row for row in range(batch.num_reqs) if produced[row] < batch.params[row].min_tokens and batch.stop_ids[row]
+        ]
         if not active:
             return None
         width = max(len(batch.stop_ids[row]) for row in active)
@@ -374,7 +388,9 @@ class ModelRunnerV1:
         """Keeps the tokens on the device and writes a placeholder for each."""
         output = AsyncGPUModelRunnerOutput(self.device, rows, values.tensors)
         self.prev_sampled = values
-        self.prev_req_id_to_index = {req_id: row for row, req_id in enumerate(rows.req_ids) if row not in rows.discarded}
+        self.prev_req_id_to_index = {
+            req_id: row for row, req_id in enumerate(rows.req_ids) if row not in rows.discarded
+        }
         for req_id, row in self.prev_req_id_to_index.items():
             self._append_token(row, req_id, PLACEHOLDER)
         return output

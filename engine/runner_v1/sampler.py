@@ -37,8 +37,9 @@ def sample(
     min_tokens: MinTokens | None,
     generator: torch.Generator,
 ) -> SamplerOutput:
-    """logits f32 [r, V]. Rows in `discarded` are still inside their prompt: their token is thrown away, so their own generator
-    must not be advanced, or a seeded request would depend on how its prompt was cut. `generator` serves requests without a seed.
+    """logits f32 [r, V]. Rows in `discarded` are still inside their prompt: their token is thrown away, so their own
+    generator must not be advanced, or a seeded request would depend on how its prompt was cut. `generator` serves
+    requests without a seed.
     """
     raw = logits
     if min_tokens is not None:

@@ -15,9 +15,9 @@ from ..sched_output import ModelRunnerOutput
 class AsyncOutput:
     """Starts the copies when made; `get_output` waits for them, in the engine's loop and never inside a step.
 
-    `tensors()`, called on the copy stream after the sampler, gives `sampled` i64 [r, N + 1], `num_sampled` i32 [r], and
-    `token_ids`, `logprobs`, `ranks` where logprobs were asked for. The device tensors stay referenced until the copy ended,
-    so that their memory is not reused under it.
+    `tensors()`, called on the copy stream after the sampler, gives `sampled` i64 [r, N + 1], `num_sampled` i32 [r],
+    and `token_ids`, `logprobs`, `ranks` where logprobs were asked for. The device tensors stay referenced until the
+    copy ended, so that their memory is not reused under it.
     """
 
     def __init__(

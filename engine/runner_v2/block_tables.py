@@ -16,7 +16,14 @@ from .buffers import StagedWriteTensor, UvaBackedTensor
 
 class BlockTables:
     def __init__(
-        self, device: Device, max_num_reqs: int, max_blocks: int, max_tokens: int, block_size: int, ring_depth: int, form: str
+        self,
+        device: Device,
+        max_num_reqs: int,
+        max_blocks: int,
+        max_tokens: int,
+        block_size: int,
+        ring_depth: int,
+        form: str,
     ) -> None:
         self.block_size = block_size
         self._device = device
@@ -31,7 +38,8 @@ class BlockTables:
         self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device.torch_device)
 
     def append_block_ids(self, row: int, block_ids: list[int], *, overwrite: bool) -> None:
-        """Stages `block_ids` behind the row's blocks, or in their place: a row's blocks after a resume are the new ones only."""
+        """Stages `block_ids` behind the row's blocks, or in their place: a row's blocks after a resume are the new
+        ones only."""
         start = 0 if overwrite else int(self.num_blocks.np[row])
         self.block_table.stage(row, start, block_ids)
         self.num_blocks.set(row, start + len(block_ids))
@@ -54,7 +62,8 @@ class BlockTables:
     def compute_slots(
         self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
     ) -> None:
-        """Kernel 7, on the stream: slot = table[row, pos // block_size] * block_size + pos % block_size; padding is -1."""
+        """Kernel 7, on the stream: slot = table[row, pos // block_size] * block_size + pos % block_size; padding is
+        -1."""
         self._device.compute.submit(
             "compute_slot_mappings",
             lambda: compute_slot_mappings(

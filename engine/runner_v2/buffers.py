@@ -1,8 +1,8 @@
 """How runner V2's host changes device state without a barrier: UVA-backed tensors and staged writes.
 
-Nothing the host writes is read by a step in flight: a UVA-backed tensor publishes a snapshot into the next buffer of a ring
-that is as deep as the steps in flight, and a staged write travels in fresh copies. Memory mapped into the device (UVA) is
-CUDA's; on a CPU a buffer is just a tensor.
+Nothing the host writes is read by a step in flight: a UVA-backed tensor publishes a snapshot into the next buffer of
+a ring that is as deep as the steps in flight, and a staged write travels in fresh copies. Memory mapped into the
+device (UVA) is CUDA's; on a CPU a buffer is just a tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class UvaBackedTensor:
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, ring_depth: int) -> None:
         buffers = [device.empty_host(shape, dtype) for _ in range(ring_depth)]
         self._ring = [(buffer, buffer.numpy()) for buffer in buffers]
-        # A pinned host tensor is addressable from the device; torch shows it there only as a copy, so on CUDA the snapshot
-        # is moved by a copy that reads the pinned buffer on the stream.
+        # A pinned host tensor is addressable from the device; torch shows it there only as a copy, so on CUDA the
+        # snapshot is moved by a copy that reads the pinned buffer on the stream.
         self._device = device
         self._next = 0
         self._dirty = False
@@ -55,7 +55,8 @@ class UvaBackedTensor:
 
 
 class StagedWriteTensor:
-    """A device tensor [R] or [R, C] that is the truth; the host appends ragged row pieces and applies them with one kernel.
+    """A device tensor [R] or [R, C] that is the truth; the host appends ragged row pieces and applies them with one
+    kernel.
 
     The cost of a step is that of its changes, not of the table.
     """

@@ -1,8 +1,9 @@
 """Model runner V2: a state table with fixed rows, inputs gathered on the device, no host wait inside a step.
 
 Contract of this file: only what every model and every request needs. A feature of sampling lives in sample/, what is
-particular to a model family in its ModelState. No line here may read a device tensor on the host; what a step computes is
-handed on in holders that only submitted work reads. The number in a comment is the kernel's in vLLM's table (ARCHITECTURE.md).
+particular to a model family in its ModelState. No line here may read a device tensor on the host; what a step
+computes is handed on in holders that only submitted work reads. The number in a comment is the kernel's in vLLM's
+table (ARCHITECTURE.md).
 """
 
 from __future__ import annotations
@@ -68,7 +69,13 @@ class ModelRunnerV2:
     name = "v2"
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, model_state: ModelState, kv_cache: torch.Tensor, device: Device, hooks: Hooks
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        model_state: ModelState,
+        kv_cache: torch.Tensor,
+        device: Device,
+        hooks: Hooks,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_model_len is not None
         self.config = config
@@ -119,7 +126,9 @@ class ModelRunnerV2:
             if self.sampling_states.apply_staged_writes():
                 self._launched("write stop_token_ids")
         cached = scheduler_output.scheduled_cached_reqs
-        for req_id, block_ids, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        for req_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             row = self.req_states.req_id_to_index[req_id]
             self.req_states.num_computed_tokens_np[row] = computed
             if block_ids:
@@ -218,7 +227,9 @@ class ModelRunnerV2:
         compute, states, buffers = self.device.compute, self.req_states, self.input_buffers
         # Bound now: publishing in a later step gives these tables another snapshot.
         prefill_len = states.prefill_len.gpu
-        compute.submit("query_start_loc", buffers.query_start_loc.copy_, self.device.to_device(batch.query_start_loc_np))
+        compute.submit(
+            "query_start_loc", buffers.query_start_loc.copy_, self.device.to_device(batch.query_start_loc_np)
+        )
         if batch.has_prefill:
             compute.submit(
                 "prepare_prefill_inputs",
@@ -238,8 +249,8 @@ class ModelRunnerV2:
 
         def combine() -> None:
             values.logits_indices = combine_sampled_and_draft_tokens(
-                buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, buffers.query_start_loc, buffers.seq_lens,
-                prefill_len, states.draft_tokens, batch.cu_num_logits, batch.num_reqs, form=self.form,
+                buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, buffers.query_start_loc,
+                buffers.seq_lens, prefill_len, states.draft_tokens, batch.cu_num_logits, batch.num_reqs, form=self.form,
             )  # fmt: skip
 
         compute.submit("combine_sampled_and_draft_tokens", combine)

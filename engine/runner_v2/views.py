@@ -14,7 +14,12 @@ Views = tuple[tuple[RowView, ...], BlockTablesView, InputsView | None]
 
 def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
     """Copies the host's side now, enqueues copies of the device's; the result waits for them."""
-    states, tables, sampling, buffers = runner.req_states, runner.block_tables, runner.sampling_states, runner.input_buffers
+    states, tables, sampling, buffers = (
+        runner.req_states,
+        runner.block_tables,
+        runner.sampling_states,
+        runner.input_buffers,
+    )
     owners = dict(states.index_to_req_id)
     batch, values = runner.last_batch, runner.last_values
     host = {

@@ -8,17 +8,19 @@ NEG_INF = float("-inf")
 
 
 def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Masks, in place, tokens whose probability is below min_p times the best one's. logits f32 [l, V], min_p f32 [l]."""
+    """Masks, in place, tokens whose probability is below min_p times the best one's. logits f32 [l, V], min_p f32
+    [l]."""
     # p_i / p_max = exp(logit_i - logit_max): no softmax is needed. log(0) is -inf, which masks nothing.
     threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
     return logits.masked_fill_(logits < threshold, NEG_INF)
 
 
 def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Keeps, in place, the top_k best tokens and of these the smallest set with probability top_p (its last member included).
+    """Keeps, in place, the top_k best tokens and of these the smallest set with probability top_p (its last member
+    included).
 
-    logits f32 [l, V]; top_k i32 [l], V for off; top_p f32 [l], 1 for off. None skips a filter for the whole batch. Tokens that
-    tie with the k-th are all kept.
+    logits f32 [l, V]; top_k i32 [l], V for off; top_p f32 [l], 1 for off. None skips a filter for the whole batch.
+    Tokens that tie with the k-th are all kept.
     """
     if top_k is None and top_p is None:
         return logits
@@ -35,7 +37,8 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: t
 
 
 def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """Forbids, in place, each row's `stop_ids` i64 [l, S] (-1 is none) where `active` bool [l]: it is below min_tokens."""
+    """Forbids, in place, each row's `stop_ids` i64 [l, S] (-1 is none) where `active` bool [l]: it is below
+    min_tokens."""
     forbid = active.unsqueeze(1) & (stop_ids >= 0)
     ids = stop_ids.clamp(min=0)
     # Slots without an id point at token 0: amin keeps its logit unless another slot forbids it.

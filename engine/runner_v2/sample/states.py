@@ -20,10 +20,12 @@ def derive_seed(engine_seed: int, request_seed_index: int) -> int:
 
 
 class SamplingStates:
-    """The four verbs of a feature: add_request, apply_staged_writes, use (in the sampler), and numpy mirrors that decide
-    whether a batch needs it at all."""
+    """The four verbs of a feature: add_request, apply_staged_writes, use (in the sampler), and numpy mirrors that
+    decide whether a batch needs it at all."""
 
-    def __init__(self, device: Device, max_num_reqs: int, vocab_size: int, engine_seed: int, ring_depth: int, form: str) -> None:
+    def __init__(
+        self, device: Device, max_num_reqs: int, vocab_size: int, engine_seed: int, ring_depth: int, form: str
+    ) -> None:
         def uva(dtype: torch.dtype) -> UvaBackedTensor:
             return UvaBackedTensor(device, (max_num_reqs,), dtype, ring_depth)
 
