@@ -244,13 +244,16 @@ class Device:
         self.compute, self.copy = (make(lane) for lane in lanes)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A fresh copy of `array` on the device: shared with nobody, so the next step needs no barrier before reusing
-        `array`."""
+        """A fresh copy of `array` on the device, shared with nobody: no step needs a barrier before `array` changes."""
         copy = torch.from_numpy(array.copy())
-        if not self.is_cuda:
-            return copy
-        with torch.cuda.stream(self.compute.stream):  # type: ignore[attr-defined]
-            return copy.pin_memory().to(self.torch_device, non_blocking=True)
+        return self.upload(copy.pin_memory() if self.is_cuda else copy)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """`host` as the device sees it, in stream order: a copy on CUDA (pin it), the tensor itself on a CPU."""
+        if not isinstance(self.compute, CudaStream):
+            return host
+        with torch.cuda.stream(self.compute.stream):
+            return host.to(self.torch_device, non_blocking=True)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed host tensor, pinned where there is a GPU to copy to."""

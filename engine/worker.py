@@ -62,7 +62,8 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
     if blocks < 2:
         raise ConfigError(
             f"the KV cache has room for {max(blocks, 0)} blocks of {bytes_per_block / 2**20:.1f} MiB and "
-            "needs at least 2; lower block_size, raise gpu_memory_utilization (CUDA) or RUNNERSCOPE_CPU_KVCACHE_SPACE (CPU), or set num_gpu_blocks_override"
+            "needs at least 2; lower block_size, raise gpu_memory_utilization (CUDA) or RUNNERSCOPE_CPU_KVCACHE_SPACE "
+            "(CPU), or set num_gpu_blocks_override"
         )
     return blocks
 

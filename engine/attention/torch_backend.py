@@ -8,6 +8,7 @@ what is visible from the device, so no operation waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -107,45 +108,55 @@ class TorchAttention:
         v = value_cache.index_select(0, group.gather).view(batch, group.kv_len, self.head_dim)
         return torch.bmm(weights, v).view(group.num_reqs, -1)
 
-    def _group(self, metadata: AttentionMetadata, reqs: np.ndarray) -> _Group:
-        """Rows, slots and mask of the requests ``reqs`` (indices, of one query length)."""
+    def _group(self, metadata: AttentionMetadata, reqs: list[int]) -> _Group:
+        """Rows, slots and mask of the requests ``reqs`` (indices in order, of one query length)."""
         device = metadata.block_table.device
-        starts = metadata.query_start_loc_np[reqs]
-        n = int(metadata.query_start_loc_np[reqs[0] + 1] - starts[0])
+        first, last, count = reqs[0], reqs[-1], len(reqs)
+        start = int(metadata.query_start_loc_np[first])
+        n = int(metadata.query_start_loc_np[first + 1]) - start
         kv_len = int(metadata.seq_lens_np[reqs].max())
-        rows: slice | Tensor
-        select: slice | Tensor
-        if reqs[-1] - reqs[0] == len(reqs) - 1:
-            rows = slice(int(starts[0]), int(starts[0]) + n * len(reqs))
-            select = slice(int(reqs[0]), int(reqs[-1]) + 1)
-        else:
-            rows = _to_device((starts[:, None] + np.arange(n)).reshape(-1), device)
-            select = _to_device(reqs, device)
-        if len(reqs) == 1 and kv_len == n:
+        if count == 1 and kv_len == n:
             # No context, so this step's own K and V are all there is and plain causal masking is exact.
-            return _Group(1, n, kv_len, rows, None, None)
-        key = torch.arange(kv_len, device=device)
-        seq_lens = metadata.seq_lens[select].view(-1, 1, 1, 1)
-        if n == 1:
-            mask = torch.zeros((len(reqs), 1, 1, kv_len), dtype=self.dtype, device=device)
-            mask = mask.masked_fill_(key >= seq_lens, float("-inf"))
-            mask = mask.expand(-1, self.num_kv_heads, self.group_size, -1).reshape(-1, self.group_size, kv_len)
-        else:
-            mask = key <= seq_lens - n + torch.arange(n, device=device).view(-1, 1)
-        return _Group(len(reqs), n, kv_len, rows, self._gather_rows(metadata, select, key), mask)
+            return _Group(1, n, kv_len, slice(start, start + n), None, None)
+        rows: slice | Tensor = slice(start, start + n * count)
+        select: slice | Tensor = slice(first, last + 1)
+        if last - first >= count:
+            starts = metadata.query_start_loc_np[reqs]
+            rows = _to_device((starts[:, None] + np.arange(n)).reshape(-1), device)
+            select = _to_device(np.array(reqs), device)
+        mask = self._mask(metadata.seq_lens[select], n, kv_len)
+        return _Group(count, n, kv_len, rows, self._gather_rows(metadata, select, kv_len), mask)
 
-    def _gather_rows(self, metadata: AttentionMetadata, select: slice | Tensor, key: Tensor) -> Tensor:
+    def _mask(self, seq_lens: Tensor, n: int, kv_len: int) -> Tensor:
+        """See _Group.mask; query i of a request is at position seq_len - n + i. seq_lens i32 [g]."""
+        key = torch.arange(kv_len, device=seq_lens.device)
+        if n > 1:
+            return key <= seq_lens.view(-1, 1, 1, 1) - n + torch.arange(n, device=seq_lens.device).view(-1, 1)
+        hidden = key >= seq_lens.unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=seq_lens.device).masked_fill_(hidden, float("-inf"))
+        shape = (-1, self.num_kv_heads, self.group_size, -1)
+        return mask.view(-1, 1, 1, kv_len).expand(shape).reshape(-1, self.group_size, kv_len)
+
+    def _gather_rows(self, metadata: AttentionMetadata, select: slice | Tensor, kv_len: int) -> Tensor:
         """Rows of the requests' keys in the cache of one layer, in [g, Hk, S] order."""
-        blocks = metadata.block_table[select].index_select(1, key // metadata.block_size)
-        slots = blocks.long() * metadata.block_size + key % metadata.block_size
-        head = torch.arange(self.num_kv_heads, device=key.device).view(1, -1, 1)
-        return (slots.unsqueeze(1) * self.num_kv_heads + head).view(-1)
+        size = metadata.block_size
+        blocks = metadata.block_table[select][:, : -(-kv_len // size)].long()
+        slots = blocks.unsqueeze(2) * size + torch.arange(size, device=blocks.device)
+        slots = slots.view(blocks.shape[0], 1, -1)[:, :, :kv_len]
+        head = torch.arange(self.num_kv_heads, device=blocks.device).view(1, -1, 1)
+        return (slots * self.num_kv_heads + head).view(-1)
 
 
-def _by_query_len(metadata: AttentionMetadata) -> list[np.ndarray]:
+def _by_query_len(metadata: AttentionMetadata) -> list[list[int]]:
     """Request indices grouped by query length, each group in order; requests without a query are left out."""
-    query_lens = np.diff(metadata.query_start_loc_np[: metadata.num_reqs + 1])
-    return [np.flatnonzero(query_lens == n) for n in np.unique(query_lens) if n > 0]
+    groups: dict[int, list[int]] = {}
+    if metadata.num_decodes:
+        groups[1] = list(range(metadata.num_decodes))
+    starts = metadata.query_start_loc_np[metadata.num_decodes : metadata.num_reqs + 1].tolist()
+    for i, (start, end) in enumerate(pairwise(starts), metadata.num_decodes):
+        if end > start:
+            groups.setdefault(end - start, []).append(i)
+    return list(groups.values())
 
 
 def _to_device(values: np.ndarray, device: torch.device) -> Tensor:

@@ -106,7 +106,8 @@ class InputBatch:
         """Every array with one entry a row, the wide ones first."""
         return (
             self.token_ids_cpu, self.block_table.np, self.num_tokens, self.num_prompt_tokens,
-            self.num_computed_tokens_cpu, self.num_blocks, self.temperature.np, self.top_p.np, self.top_k.np, self.min_p.np,
+            self.num_computed_tokens_cpu, self.num_blocks,
+            self.temperature.np, self.top_p.np, self.top_k.np, self.min_p.np,
         )  # fmt: skip
 
     def _row_dicts(self) -> tuple[dict, ...]:

@@ -26,9 +26,9 @@ class OutputRows:
         tokens = [[] if row in self.discarded else sampled[row] for row in range(len(self.req_ids))]
         logprobs = None
         if "token_ids" in host:
-            arrays = tuple(host[name].numpy() for name in ("token_ids", "logprobs", "ranks"))
+            token_ids, values, ranks = (host[name].numpy() for name in ("token_ids", "logprobs", "ranks"))
             logprobs = {
-                req_id: [rows_to_dicts(*arrays, row, k)]
+                req_id: [rows_to_dicts(token_ids, values, ranks, row, k)]
                 for row, (req_id, k) in enumerate(zip(self.req_ids, self.num_logprobs, strict=True))
                 if k is not None and row not in self.discarded
             }

@@ -214,14 +214,16 @@ class ModelRunnerV1:
     def _may_reorder_batch(self, scheduled: dict[str, int]) -> None:
         """Attention wants the decodes first: the first row that is none changes places with the last that is one."""
         batch = self.input_batch
+        counts = [scheduled[req_id] for req_id in batch.req_ids if req_id is not None]
         low, high = 0, batch.num_reqs - 1
         while low < high:
-            if scheduled[batch.req_ids[low]] == 1:  # type: ignore[index]
+            if counts[low] == 1:
                 low += 1
-            elif scheduled[batch.req_ids[high]] > 1:  # type: ignore[index]
+            elif counts[high] > 1:
                 high -= 1
             else:
                 batch.swap_states(low, high)
+                counts[low], counts[high] = counts[high], counts[low]
                 if self.hooks.active:
                     for src, dst in ((high, low), (low, high)):
                         req_id = batch.req_ids[dst]
@@ -231,7 +233,7 @@ class ModelRunnerV1:
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
         batch = self.input_batch
         r = batch.num_reqs
-        req_ids = tuple(batch.req_ids)
+        req_ids = tuple(r for r in batch.req_ids if r is not None)
         batch.block_table.copy_to_gpu(r)  # first, so that the copy runs while the host does the rest
         scheduled = np.array([scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids], dtype=np.int32)
         t = int(scheduled.sum())
@@ -273,7 +275,7 @@ class ModelRunnerV1:
             slot_mapping=self.slot_mapping[:t],
             num_decodes=int((scheduled == 1).sum()),
         )
-        self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata)  # type: ignore[arg-type]
+        self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata)
         self._values = DeviceValues()
         self.last_inputs = self._inputs
         if self.hooks.active:
@@ -289,15 +291,15 @@ class ModelRunnerV1:
         blocks = self.input_batch.block_table.gpu[req_indices, positions // block_size]
         self.slot_mapping[:t].copy_(blocks.long() * block_size + positions % block_size)
 
-    def _scatter_sampled_tokens(self, req_ids: tuple[str | None, ...], ends: np.ndarray) -> dict[str, str]:
+    def _scatter_sampled_tokens(self, req_ids: tuple[str, ...], ends: np.ndarray) -> dict[str, str]:
         """Overlapped loop: puts the last step's tokens, which only the device knows, where the host has
         placeholders."""
         if not self.use_async_scheduling:
             return MADE_BY
         source, target = [], []
         for row, req_id in enumerate(req_ids):
-            previous = self.prev_req_id_to_index.get(req_id)  # type: ignore[arg-type]
-            outputs = self.requests[req_id].output_token_ids  # type: ignore[index]
+            previous = self.prev_req_id_to_index.get(req_id)
+            outputs = self.requests[req_id].output_token_ids
             if previous is not None and outputs and outputs[-1] == PLACEHOLDER:
                 source.append(previous)
                 target.append(int(ends[row]) - 1)

@@ -47,11 +47,7 @@ class UvaBackedTensor:
         buffer, buffer_np = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
         np.copyto(buffer_np, self.np)
-        if self._device.is_cuda:
-            with torch.cuda.stream(self._device.compute.stream):  # type: ignore[attr-defined]
-                self.gpu = buffer.to(self._device.torch_device, non_blocking=True)
-        else:
-            self.gpu = buffer
+        self.gpu = self._device.upload(buffer)
 
 
 class StagedWriteTensor:
