@@ -18,24 +18,40 @@ from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_
 from kernels.dispatch import FORMS, resolve_form
 from kernels.gather_block_tables import gather_block_tables
 from kernels.gumbel import Purpose, gumbel_sample
+from kernels.head_rotation import HeadRotation
+from kernels.linear import MAX_ROWS, small_linear
+from kernels.paged_attention import MAX_COUNTERS, decode_attention
 from kernels.post_update import get_num_sampled_and_rejected, post_update
+from kernels.prefill_attention import prefill_attention
 from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
+from kernels.rms_norm import add_rms_norm
+from kernels.silu_mul import silu_mul
 from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
 from kernels.staged_write import apply_write
+from kernels.store_kv import store_kv
 
 __all__ = [
     "FORMS",
+    "MAX_COUNTERS",
+    "MAX_ROWS",
     "PAD_SLOT_ID",
+    "HeadRotation",
     "Purpose",
+    "add_rms_norm",
     "apply_write",
     "combine_sampled_and_draft_tokens",
     "compute_slot_mappings",
+    "decode_attention",
     "expand_idx_mapping",
     "gather_block_tables",
     "get_num_sampled_and_rejected",
     "gumbel_sample",
     "post_update",
+    "prefill_attention",
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
     "resolve_form",
+    "silu_mul",
+    "small_linear",
+    "store_kv",
 ]

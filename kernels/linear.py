@@ -29,9 +29,10 @@ def small_linear(
     # [t, N], changed in place
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    out_dtype: torch.dtype | None = None,
     form: str = "auto",
 ) -> torch.Tensor:
-    """Return norm(x) W^T + bias, or silu(gate) * up of its two halves where `gated`, as [t, N] in x's dtype.
+    """Return norm(x) W^T + bias, or silu(gate) * up of its two halves where `gated`, as [t, N] in out_dtype or x's dtype.
 
     With `norm_weight`, norm is the RMS norm over K. With `residual` the result is added to it in place and it is returned.
     Products are summed in float32 and rounded once. All tensors have one dtype: float32, float16 or bfloat16.
@@ -48,10 +49,12 @@ def small_linear(
         raise ValueError("a gated projection has no bias: pass bias=None")
     if residual is not None:
         check_tensors(x.dtype, 2, num_rows, residual=residual)
+        if out_dtype not in (None, x.dtype):
+            raise ValueError(f"a residual of {x.dtype} is changed in place, so out_dtype={out_dtype} is not possible")
     form = resolve_form(form, x)
     if form == "torch":
-        return _torch(x, weight, norm_weight, eps, bias, residual, gated)
-    out = residual if residual is not None else x.new_empty(num_rows, num_columns)
+        return _torch(x, weight, norm_weight, eps, bias, residual, gated).to(out_dtype or x.dtype)
+    out = residual if residual is not None else x.new_empty(num_rows, num_columns, dtype=out_dtype)
     if form == "loop":
         _loop(x, weight, norm_weight, eps, bias, residual, gated, out)
         return out

@@ -219,6 +219,15 @@ def test_an_error_cannot_carry_escape_sequences(capsys: pytest.CaptureFixture[st
     assert code == 2 and "\x1b" not in err and "[2Jb" in err
 
 
+def test_a_model_that_cannot_be_fetched_is_a_users_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.models.resolve.find_on_hub", lambda name: None)
+    code, out, err = run(capsys, "model", "somebody/something")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "'somebody/something'" in err and "can't be reached" in err
+
+
 def test_a_closed_pipe_is_no_traceback(tiny: list[str]) -> None:
     command = f"{sys.executable} -m runnerscope --help | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)

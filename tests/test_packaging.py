@@ -106,6 +106,17 @@ def test_notebooks_use_only_what_is_public() -> None:
                 assert not private, f"{path.name}: {private}"
 
 
+def test_notebooks_are_stored_so_that_nbval_compares_something() -> None:
+    """nbval skips a cell that was never run; widget state would weigh megabytes."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        assert path.stat().st_size < 200_000, f"{path.name} is {path.stat().st_size:,} bytes"
+        notebook = nbformat.read(path, as_version=4)
+        assert "widgets" not in notebook.metadata, f"{path.name} carries widget state: save it without"
+        assert notebook.metadata.kernelspec.name == "python3"
+        runs = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+        assert runs == list(range(1, len(runs) + 1)), f"{path.name}: run all cells in order, then save it; counts are {runs}"
+
+
 def pins(path: Path) -> dict[str, str]:
     """name -> version of each `name==version` line."""
     lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())

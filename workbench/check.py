@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.metadata import version
 
 from engine.cli.doctor import checks
+from engine.models import DEFAULT_MODEL, resolve_model
 
 
 def self_check() -> None:
     """Prints one line if all that is needed is here, else a line for each part that fails and what to do about it.
 
-    Raises RuntimeError if something needed is missing, so that "run all" stops at the first cell.
+    Fetches the default model if this machine has it not yet. Raises RuntimeError if something needed is missing, so
+    that "run all" stops at the first cell.
     """
     failed = []
+    with contextlib.suppress(Exception):  # the model's check will say what is wrong
+        resolve_model(DEFAULT_MODEL, progress=False)
     for check in checks():
         try:
             check.find()

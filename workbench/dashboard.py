@@ -155,10 +155,11 @@ class Dashboard(ipywidgets.Box):
         commands[name]()
 
     def _show(self) -> None:
-        """Hands the record under the cursor to every view."""
+        """Hands the record under the cursor to every view. All is computed before the first message leaves."""
         record = self.session.record
-        for view in self.views.values():
-            view.show(record)
+        models = [(view, type(view).view_model(record)) for view in self.views.values()]
+        for view, model in models:
+            view.draw(record.step, model)
         self._tell(self._error, record)
 
     def _tell(self, error: str, record: StepRecord | None = None) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from engine import LLM, SamplingParams
 from engine.hooks import Event
-from kernels import resolve_form
 
 from .conditions import parse_condition
 from .prompts import SessionRequest, parse_prompts
+from .provenance import describe
 from .recording import COLORS, Recording, RunnerStep, StepRecord
 from .runner_log import RunnerLog
 
@@ -73,7 +67,7 @@ class Session:
         self._cursor = 0
         self._at_open = False
         self._names = 0
-        self.recording = Recording(_describe(logs[0].llm))
+        self.recording = Recording(describe(logs[0].llm))
         self._introduce(requests)
 
     def _build(self, names: tuple[Literal["v1", "v2"], ...], keywords: dict[str, Any]) -> list[RunnerLog]:
@@ -311,26 +305,3 @@ def _runner_names(runners: str | Iterable[str]) -> tuple[Literal["v1", "v2"], ..
 def _whole(what: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{what}({value!r}): must be a whole number of at least {least}")
-
-
-def _describe(llm: LLM) -> dict[str, Any]:
-    device = llm.config.torch_device
-    return {
-        "model": Path(llm.loaded.name).name,
-        "device": str(device),
-        "kernel_backend": resolve_form(llm.config.kernel_backend, torch.empty(0, device=device)),
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "config": dataclasses.asdict(llm.config),
-    }
-
-
-def _commit() -> str:
-    """The commit of the source tree that runs, or "unknown" outside one."""
-    try:
-        command = ["git", "rev-parse", "--short=12", "HEAD"]
-        place = Path(__file__).resolve().parent
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from importlib import resources
 from typing import Any
@@ -49,6 +50,15 @@ def load_style(name: str) -> str:
     return static_text("common.css") + (own.read_text(encoding="utf-8") if own.is_file() else "")
 
 
+def _packed(model: dict[str, Any], _widget: Any) -> bytes:
+    """The model as JSON in one buffer: ipywidgets searches a nested dict for buffers, which takes as long as the rest.
+
+    A number that JSON does not know (NaN) raises ValueError here rather than in the page.
+    """
+    text = json.dumps(model, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace")  # half a surrogate pair, which a tokenizer may give, has no UTF-8
+
+
 class LiveView(anywidget.AnyWidget):
     """A view of one step that follows the cursor.
 
@@ -58,8 +68,8 @@ class LiveView(anywidget.AnyWidget):
             view_model = staticmethod(view_model)
     """
 
-    model = traitlets.Dict().tag(sync=True)
-    """What `view_model(record)` returned: all that the module draws."""
+    model = traitlets.Dict().tag(sync=True, to_json=_packed)
+    """What `view_model(record)` returned: all that the module draws. It travels as bytes, see `_packed`."""
     selected = traitlets.Unicode("").tag(sync=True)
     """The request under the pointer or the focus; the dashboard links it across the views."""
 
@@ -82,8 +92,12 @@ class LiveView(anywidget.AnyWidget):
 
     def show(self, record: StepRecord) -> None:
         """Draws this record."""
-        self._step = record.step
-        self.model = type(self).view_model(record)
+        self.draw(record.step, type(self).view_model(record))
+
+    def draw(self, step: int, model: dict[str, Any]) -> None:
+        """Draws what `view_model` returned for this step."""
+        self._step = step
+        self.model = model
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} step {self._step}>"

@@ -1,4 +1,4 @@
-"""The seam between the model and the kernels of attention: a backend prepares a step once and then serves every layer."""
+"""The seam between the model and attention's kernels: a backend prepares a step once and then serves every layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from .metadata import AttentionMetadata
 
 
 class AttentionBackend(Protocol):
-    """Causal grouped-query attention over a paged KV cache. Symbols: t tokens, Hq query heads, Hk KV heads, D head_dim."""
+    """Causal grouped-query attention over a paged KV cache.
+
+    Symbols: t tokens, Hq query heads, Hk KV heads, D head_dim.
+    """
 
     def prepare(self, metadata: AttentionMetadata, kv_cache: Tensor) -> Any:
         """What all layers of a step share (gather indices, masks), without a host read of a device tensor.

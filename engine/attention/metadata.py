@@ -10,7 +10,9 @@ from torch import Tensor
 
 @dataclass
 class AttentionMetadata:
-    """One step's batch. r requests, t tokens; request i owns the query rows query_start_loc[i] : query_start_loc[i + 1].
+    """One step's batch of r requests, t tokens.
+
+    Request i owns the query rows query_start_loc[i] : query_start_loc[i + 1].
 
     Sizes are host integers, so that nothing has to be read back from the device; where drafts were rejected the host
     only knows upper bounds of the lengths, and the device tensors hold the truth.

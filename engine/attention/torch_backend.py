@@ -29,7 +29,7 @@ class _Group:
     rows: slice | Tensor
     # i64 [g * Hk * S]: rows of K seen as [num_slots * Hk, D], or None where K and V are all of this step
     gather: Tensor | None
-    # Added to the scores: [g * Hk, Hq / Hk, S] for n = 1. bool [g, 1, n, S] for n > 1. None: plain causal masking is right
+    # n = 1: added to the scores, [g * Hk, Hq / Hk, S]. n > 1: bool [g, 1, n, S]. None: plain causal masking is right
     mask: Tensor | None
 
 
@@ -100,6 +100,7 @@ class TorchAttention:
 
     def _decode(self, q: Tensor, kv_cache: Tensor, group: _Group) -> Tensor:
         """One query a request. The query heads of a KV head are rows of one product, so K and V are never repeated."""
+        assert group.gather is not None and group.mask is not None
         batch = group.num_reqs * self.num_kv_heads
         key_cache, value_cache = kv_cache.view(2, -1, self.head_dim).unbind(0)
         q = q.reshape(batch, self.group_size, self.head_dim)

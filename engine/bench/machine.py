@@ -34,6 +34,16 @@ def device_name(device: torch.device) -> str:
     return f"{cpu_name()}, {cpu_count()} processors, {torch.get_num_threads()} torch threads"
 
 
+def driver_version() -> str:
+    """The NVIDIA driver's version, as nvidia-smi tells it; "unknown" where it doesn't."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said[0] if said else "unknown"
+
+
 def commit() -> str:
     """The commit of the working tree that this package lies in, `+` if it was changed; "unknown" outside a clone."""
     here = Path(__file__).resolve().parent

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from engine.config import closest
+from engine.models import DownloadError
 
 from . import bench, doctor, generate, model, step
 from .terminal import UserError, printable
+
+_THE_USERS = (UserError, ValueError, OSError, ImportError, DownloadError)
+"""What bad input, a missing file, library or network raises. Anything else is our fault and shows its traceback."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +56,7 @@ def run(parser: argparse.ArgumentParser, commands: Any, argv: Sequence[str] | No
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except (UserError, ValueError, OSError) as error:
+    except _THE_USERS as error:
         if arguments.traceback:
             raise
         print(f"{parser.prog} {arguments.command}: {_one_line(error)}", file=sys.stderr)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from .chat_template import ChatTemplateError
 from .checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from .config import ModelConfig, ModelConfigError
 from .decoder import CausalLM
+from .download import DownloadError
+from .gguf_tokenizer import UnsupportedTokenizerError
 from .loader import BUILTIN_CONFIGS, LoadedModel, load_model
 from .registry import UnknownArchitectureError
-from .resolve import DEFAULT_MODEL, resolve_model
+from .resolve import DEFAULT_MODEL, ModelNotFoundError, resolve_model, verify_cached
 from .tokenizer import Tokenizer
 from .weights import weight_bytes
 
@@ -15,15 +18,20 @@ __all__ = [
     "BUILTIN_CONFIGS",
     "DEFAULT_MODEL",
     "CausalLM",
+    "ChatTemplateError",
     "Checkpoint",
     "CheckpointError",
+    "DownloadError",
     "LoadedModel",
     "ModelConfig",
     "ModelConfigError",
+    "ModelNotFoundError",
     "Tokenizer",
     "UnknownArchitectureError",
+    "UnsupportedTokenizerError",
     "load_model",
     "read_checkpoint",
     "resolve_model",
+    "verify_cached",
     "weight_bytes",
 ]

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 programs that come with a checkpoint and are not trusted, run in jinja2's immutable sandbox."""
+"""Chat templates: untrusted jinja2 programs of a checkpoint, run in jinja2's immutable sandbox."""
 
 from __future__ import annotations
 

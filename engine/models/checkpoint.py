@@ -1,4 +1,4 @@
-"""One interface over the formats a model comes in: its config, the shapes of its tensors, and the tensors one by one."""
+"""One interface over the formats of a model: its config, its tensors' shapes, and the tensors one by one."""
 
 from __future__ import annotations
 

@@ -117,7 +117,11 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], tensor_names: frozenset[str], vocab_size: int, rope_divisor: float | None = None
+        cls,
+        metadata: Mapping[str, Any],
+        tensor_names: frozenset[str],
+        vocab_size: int,
+        rope_divisor: float | None = None,
     ) -> ModelConfig:
         """Read the key-value fields of a GGUF file.
 

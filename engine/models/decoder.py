@@ -19,7 +19,6 @@ from .config import ModelConfig
 from .layers import Embedding, Linear, RMSNorm
 from .rope import RotaryEmbedding, apply_rope_
 
-
 Rope = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor], Tensor]
 """The backend's forward for this step: (qkv, the layer's kv_cache) -> attention output."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint, CheckpointError
 from .config import ModelConfig, ModelConfigError
 from .gguf_file import GgufFile
-from .registry import get_architecture
+from .registry import UnknownArchitectureError, get_architecture
 from .rope import compute_inv_freq
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -44,23 +44,24 @@ class GgufCheckpoint(Checkpoint):
             raise CheckpointError(f"{path}: has no tensor 'token_embd.weight'. Choose a file that holds a whole model")
         try:
             self.config = self._config()
-        except ModelConfigError as error:
-            raise ModelConfigError(f"{path}: {error}") from None
+        except (ModelConfigError, UnknownArchitectureError) as error:
+            raise type(error)(f"{path}: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: a field of the header has a value that makes no sense ({error})") from None
         self._names = {name: hf_name(name) for name in self._file.tensors if name != _ROPE_FREQS}
         self.shapes = {hf: self._file.tensors[name].shape for name, hf in self._names.items()}
 
     def _config(self) -> ModelConfig:
         freqs = self._file.load(_ROPE_FREQS) if _ROPE_FREQS in self._file.tensors else None
         vocab_size = self._file.tensors["token_embd.weight"].shape[0]
-        config = ModelConfig.from_gguf(
-            self.metadata, frozenset(self._file.tensors), vocab_size, None if freqs is None else float(freqs.max())
-        )
+        divisor = None if freqs is None else round(float(freqs.max()), 4)
+        config = ModelConfig.from_gguf(self.metadata, frozenset(self._file.tensors), vocab_size, divisor)
         if freqs is not None:
-            plain = config.without_rope_scaling()
-            wanted = compute_inv_freq(plain)[0] / freqs
-            if not torch.allclose(compute_inv_freq(config)[0], wanted, rtol=1e-3):
+            plain = compute_inv_freq(config.without_rope_scaling())[0]
+            if freqs.shape != plain.shape or not torch.allclose(compute_inv_freq(config)[0] * freqs, plain, rtol=1e-3):
                 raise ModelConfigError(
-                    "its rope_freqs are not those of Llama 3's scaling from 8192 positions. Use the safetensors checkpoint"
+                    "its rope_freqs are not those of Llama 3's scaling from 8192 positions. "
+                    "Use the safetensors checkpoint"
                 )
         return config
 

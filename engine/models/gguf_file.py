@@ -51,7 +51,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            self._parse(_Cursor(memoryview(self._data)))
+            self._parse(_Cursor(self._data.data))
         except (_CutOff, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: the GGUF header is cut off or damaged ({error}). {_RETRY}") from None
 
@@ -70,11 +70,13 @@ class GgufFile:
             name = cursor.string()
             self.metadata[name] = cursor.value(cursor.scalar("I"))
         found = [self._tensor_info(cursor) for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", 32))
-        if alignment < 1 or alignment & (alignment - 1):
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: alignment {alignment} is not a power of two. {_RETRY}")
         data_start = -(-cursor.position // alignment) * alignment
         for name, shape, type_name, offset, nbytes in found:
+            if name in self.tensors:
+                raise CheckpointError(f"{self.path}: has two tensors named {name!r}. {_RETRY}")
             end = data_start + offset + nbytes
             if end > self._data.size:
                 raise CheckpointError(
@@ -100,7 +102,7 @@ class GgufFile:
                 "Choose a file quantised as one of these"
             )
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
-        if not shape or shape[-1] % per_block:
+        if not shape or 0 in shape or shape[-1] % per_block:
             raise _CutOff(f"tensor {name!r} of shape {shape} is not made of blocks of {per_block}")
         nbytes = int(np.prod(shape, dtype=object)) // per_block * block_bytes
         return name, shape, ggml_type.name, offset, nbytes
@@ -154,6 +156,8 @@ class _Cursor:
         if type_id != _ARRAY:
             raise _CutOff(f"unknown value type {type_id} at byte {self.position:,}")
         item_type, count = self.scalar("I"), self.scalar("Q")
+        if item_type == _ARRAY:
+            raise _CutOff(f"an array of arrays at byte {self.position:,}")
         if item_type in _SCALARS:
             code = _SCALARS[item_type]
             return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))

@@ -29,7 +29,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise UnsupportedTokenizerError(
-            "the GGUF file holds no tokenizer. Give tokenizer=<directory with tokenizer.json>, or skip_tokenizer_init=True"
+            "the GGUF file holds no tokenizer. Give tokenizer=<directory with tokenizer.json>, "
+            "or skip_tokenizer_init=True"
         )
     if kind == "gpt2":
         tokenizer = _byte_level_bpe(metadata, tokens)
@@ -37,7 +38,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer = _sentencepiece_bpe(metadata, tokens)
     else:
         raise UnsupportedTokenizerError(
-            f"tokenizer model {kind!r} is not supported (gpt2 and llama are). Give tokenizer=<directory with tokenizer.json>"
+            f"tokenizer model {kind!r} is not supported (gpt2 and llama are). "
+            "Give tokenizer=<directory with tokenizer.json>"
         )
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     tokenizer.add_tokens(
@@ -92,7 +94,8 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> To
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores:
         raise UnsupportedTokenizerError(
-            "the GGUF file has a SentencePiece vocabulary without scores. Give tokenizer=<directory with tokenizer.json>"
+            "the GGUF file has a SentencePiece vocabulary without scores. "
+            "Give tokenizer=<directory with tokenizer.json>"
         )
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -109,7 +112,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> To
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union has the best score, so a merge ranks by the score of its result."""
+    """SentencePiece joins the neighbours whose union scores best, so a merge ranks by the score of its result."""
     found = []
     for token, index in vocab.items():
         for cut in range(1, len(token)):

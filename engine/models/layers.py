@@ -11,13 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+_PACKED_ROWS_HINT = 32
+
+
 class Linear:
     """x W^T + b, with W [out_features, in_features].
 
     On a CPU the weight may also be held in oneDNN's layout (see packing.py), which is faster for some numbers of rows.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.set_weight(torch.empty((out_features, in_features), dtype=dtype, device=device))
         self.packed: Tensor | None = None
@@ -26,7 +31,14 @@ class Linear:
     def set_weight(self, weight: Tensor | None) -> None:
         """Use another plain weight, or none where the packed one is enough."""
         self.weight = weight
-        self._weight_t = None if weight is None else weight.t()
+        self._weight_t = torch.empty(0) if weight is None else weight.t()
+
+    def pack(self, rows: range, keep_plain: bool) -> None:
+        """Hold the weight in oneDNN's layout too, used for ``rows`` rows; or only so, used always."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_ROWS_HINT)
+        self.packed_rows = rows
+        if not keep_plain:
+            self.set_weight(None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in_features] -> [t, out_features]."""

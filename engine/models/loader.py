@@ -59,11 +59,11 @@ def load_model(
         progress: show a bar while something is downloaded.
 
     Raises:
-        CheckpointError, ModelConfigError, UnknownArchitectureError, UnsupportedTokenizerError: what is on disk will not do.
+        CheckpointError, ModelConfigError, UnknownArchitectureError, UnsupportedTokenizerError: it will not do.
         ModelNotFoundError, DownloadError: nothing there, or it cannot be fetched.
     """
     if load_format not in ("auto", "dummy"):
-        raise ValueError(f"load_format={load_format!r}: possible are 'auto' (read the weights) and 'dummy' (random weights)")
+        raise ValueError(f"load_format={load_format!r}: possible are 'auto' (reads weights) and 'dummy' (random ones)")
     checkpoint: Checkpoint | None = None
     source: Path | None = None
     if load_format == "dummy":

@@ -63,5 +63,5 @@ def architecture_of_gguf(arch: Any) -> str:
 def _unknown(name: Any) -> UnknownArchitectureError:
     known = ", ".join(f"{key} ({spec.hf_class})" for key, spec in ARCHITECTURES.items())
     return UnknownArchitectureError(
-        f"model architecture {name!r} is not supported. Supported: {known}. Choose a checkpoint of one of these families"
+        f"model architecture {name!r} is not supported. Supported: {known}. Choose a checkpoint of these"
     )

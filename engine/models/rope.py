@@ -13,20 +13,22 @@ from .config import ModelConfig, ModelConfigError, rope_kind
 
 
 class RotaryEmbedding:
-    """cos and sin of every position up to ``max_position_embeddings``."""
+    """cos and sin of positions, computed in float32 for the tokens of a step: a table would take memory for nothing."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        inv_freq, attention_factor = compute_inv_freq(config)
-        angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), inv_freq)
-        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        # [P, 2, D]: the rotation's two factors, the sign of rotate_half folded into the second
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-        self._cos_sin = table.to(device=device, dtype=dtype)
+        inv_freq, self._attention_factor = compute_inv_freq(config)
+        self._inv_freq = inv_freq.to(device)
+        self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin, each [t, 1, head_dim], of positions i64 [t]."""
-        cos, sin = self._cos_sin.index_select(0, positions).unsqueeze(2).unbind(1)
-        return cos, sin
+        angles = positions.view(-1, 1, 1) * self._inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        # The sign of rotate_half is folded into the second factor.
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if self._attention_factor != 1.0:
+            cos, sin = cos * self._attention_factor, sin * self._attention_factor
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

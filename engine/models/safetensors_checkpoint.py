@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .checkpoint import Checkpoint, CheckpointError
-from .config import ModelConfig
+from .config import ModelConfig, ModelConfigError
+from .registry import UnknownArchitectureError
 
 _INDEX = "model.safetensors.index.json"
 _RETRY = "Delete the file and fetch it again"
@@ -44,7 +45,12 @@ def read_config(path: Path) -> ModelConfig:
         extra = read_json(generation).get("eos_token_id")
         if extra is not None:
             config["eos_token_id"] = extra
-    return ModelConfig.from_hf(config)
+    try:
+        return ModelConfig.from_hf(config)
+    except (ModelConfigError, UnknownArchitectureError) as error:
+        raise type(error)(f"{path / 'config.json'}: {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: a value makes no sense ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,7 +83,8 @@ def _names_by_file(path: Path) -> dict[Path, list[str]]:
     found = sorted(path.glob("*.safetensors"))
     if not found:
         raise CheckpointError(
-            f"{path}: has config.json but no *.safetensors. Fetch the weights, or use load_format='dummy' for random ones"
+            f"{path}: has config.json but no *.safetensors. Fetch the weights, "
+            "or use load_format='dummy' for random ones"
         )
     return {file: [] for file in found}
 

@@ -40,7 +40,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """From ``tokenizer.json`` and, where they are, tokenizer_config.json, generation_config.json, chat_template.jinja.
+        """From ``tokenizer.json`` and, where they exist, the configs and chat_template.jinja beside it.
 
         Raises:
             CheckpointError: no tokenizer.json, or damaged.
@@ -87,7 +87,7 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; the text of a special token becomes that token. Raises ValueError for lone surrogates."""
+        """Token ids of a text; the text of a special token becomes that token. ValueError for lone surrogates."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

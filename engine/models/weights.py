@@ -20,7 +20,7 @@ FUSED = {
     "mlp.gate_proj": ("mlp.gate_up_proj", 0),
     "mlp.up_proj": ("mlp.gate_up_proj", 1),
 }
-"""Projections of a checkpoint that are rows of one weight here: checkpoint name -> (name here, place among the rows)."""
+"""Projections of a checkpoint that are rows of one weight here: name there -> (name here, place among the rows)."""
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -42,7 +42,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (hidden, inner),
     }
     if config.attention_bias:
-        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (q_size, kv_size, kv_size))}
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
     if config.attention_output_bias:
         layer["self_attn.o_proj.bias"] = (hidden,)
     if config.qk_norm:
@@ -63,7 +64,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:
-    """Compare a checkpoint's header with its config. Raises CheckpointError naming what is missing, extra or mis-shaped."""
+    """Compare a checkpoint's header with its config. CheckpointError names what is missing, extra or mis-shaped."""
     expected = expected_shapes(checkpoint.config)
     found = {name: shape for name, shape in checkpoint.shapes.items() if not _ignored(name, checkpoint.config)}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
@@ -77,7 +78,8 @@ def check_shapes(checkpoint: Checkpoint) -> None:
         problems.sort()
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise CheckpointError(
-            f"{checkpoint.path}: the tensors do not fit the config: {shown}. Use the config and the weights of one model"
+            f"{checkpoint.path}: the tensors do not fit the config: {shown}. "
+            "Use the config and the weights of one model"
         )
 
 
@@ -109,8 +111,8 @@ def weight_views(model: CausalLM) -> dict[str, Tensor]:
 def init_dummy_weights(model: CausalLM, seed: int) -> None:
     """Random weights that are the same for the same seed on every device.
 
-    Scaled so that a greedy choice is decided by far more than rounding and by the whole context: attention is peaked, and
-    what the layers add outweighs the embedding of the last token, which tied embeddings would only repeat.
+    Scaled so that a greedy choice is decided by far more than rounding and by the whole context: attention is
+    peaked, and what the layers add outweighs the embedding of the last token, which tied embeddings would only repeat.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, view in weight_views(model).items():

@@ -155,6 +155,30 @@ def assert_empty(llm: LLM) -> None:
         assert core.runner.input_batch.num_reqs == 0 and core.runner.input_batch.req_ids == []
 
 
+class _ModelProxy:
+    def __init__(self, model: Any, forward: Callable[..., Any], compute_logits: Callable[..., Any]) -> None:
+        self._model, self._forward, self.compute_logits = model, forward, compute_logits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@contextmanager
+def replaced_model(
+    llm: LLM, *, forward: Callable[..., Any] | None = None, compute_logits: Callable[..., Any] | None = None
+) -> Iterator[Any]:
+    """Another forward or another way to the logits, for this engine alone; gives the model itself."""
+    model = llm.core.runner.model
+    llm.core.runner.model = _ModelProxy(model, forward or model, compute_logits or model.compute_logits)
+    try:
+        yield model
+    finally:
+        llm.core.runner.model = model
+
+
 class LateEvent:
     def __init__(self, stream: LateStream) -> None:
         self._stream = stream

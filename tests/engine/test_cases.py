@@ -21,6 +21,7 @@ from tests.engine.engine_helpers import (
     make_llm,
     prompt_of,
     reference,
+    replaced_model,
     run_trace,
     tiny_llm,
     tokens_of,
@@ -226,10 +227,8 @@ def test_t8_a_padded_step_writes_no_slot_of_its_padding() -> None:
     for sizes in ((), (4,)):
         with tiny_llm("v2", "plain", cudagraph_capture_sizes=sizes, max_num_seqs=4) as llm:
             seen = logits.setdefault(sizes, [])
-            runner = llm.core.runner
-            compute = runner.model.compute_logits
-            runner.model.compute_logits = lambda hidden, seen=seen, compute=compute: seen.append(compute(hidden)) or seen[-1]
-            try:
+            compute = llm.core.runner.model.compute_logits
+            with replaced_model(llm, compute_logits=lambda h, seen=seen, compute=compute: seen.append(compute(h)) or seen[-1]):
                 for prompt in prompts:
                     llm.add(ids(*prompt), greedy(6))
                 llm.step()
@@ -244,8 +243,6 @@ def test_t8_a_padded_step_writes_no_slot_of_its_padding() -> None:
                     assert batch is not None and (batch.num_tokens, batch.num_tokens_padded) == (3, 4 if sizes else 3)
                     assert batch.slot_mapping == (*batch.slot_mapping[:3], *((-1,) if sizes else ()))
                     _check_only_slots_changed(cache, before, batch.slot_mapping[:3], free, sentinel)
-            finally:
-                del runner.model.compute_logits
     for plain, padded in zip(logits[()], logits[4,], strict=True):
         assert plain.shape == padded.shape
         torch.testing.assert_close(plain, padded, rtol=0, atol=2e-5)

@@ -55,29 +55,3 @@ def test_a_row_that_moves_in_an_empty_step_leaves_the_step_in_flight_alone(runne
         assert output.outputs[0].token_ids == reference(third, greedy(6))
 
 
-@both_runners
-@both_loops
-def test_a_failed_step_costs_no_token(runner: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = {"a": prompt_of(6), "b": prompt_of(11)}
-    with tiny_llm(runner, loop) as llm:
-        for request_id, prompt in prompts.items():
-            llm.add(ids(*prompt), greedy(10), request_id=request_id)
-        tokens = {}
-        for _ in range(4):
-            for output in llm.step():
-                tokens[output.request_id] = output.outputs[0].token_ids
-        assert 0 < len(tokens["a"]) < 10
-        forward = llm.core.runner.model.forward
-
-        def fail(*args: object, **kwargs: object) -> None:
-            monkeypatch.setattr(llm.core.runner.model, "forward", forward)
-            raise RuntimeError("the device is on fire")
-
-        monkeypatch.setattr(llm.core.runner.model, "forward", fail)
-        with pytest.raises(RuntimeError, match="on fire"):
-            for _ in range(3):
-                llm.step()
-        llm.core.check_integrity()
-        tokens |= finish(llm)
-        assert tokens == {name: reference(prompt, greedy(10)) for name, prompt in prompts.items()}
-        assert_empty(llm)

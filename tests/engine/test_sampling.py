@@ -24,6 +24,7 @@ from tests.engine.engine_helpers import (
     ids,
     make_llm,
     prompt_of,
+    replaced_model,
     run_trace,
     tiny_llm,
     tiny_model,
@@ -180,7 +181,7 @@ def test_a_seed_makes_it_reproducible(runner: str, loop: str, name: str) -> None
 
 
 @both_runners
-def test_a_seed_is_kept_through_a_failed_step(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_is_kept_through_a_failed_step(runner: str) -> None:
     params = _sampled(seed=11, index=1)
     with tiny_llm(runner) as llm:
         expected = llm.generate(ids(*PROMPT), params, use_tqdm=False)[0].outputs[0].token_ids
@@ -188,11 +189,9 @@ def test_a_seed_is_kept_through_a_failed_step(runner: str, monkeypatch: pytest.M
         llm.add(ids(*PROMPT), params, request_id="a")
         for _ in range(5):
             llm.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.core.runner.model, "compute_logits", _fail)
-            with pytest.raises(RuntimeError, match="no logits today"):
-                for _ in range(3):
-                    llm.step()
+        with replaced_model(llm, compute_logits=_fail), pytest.raises(RuntimeError, match="no logits today"):
+            for _ in range(3):
+                llm.step()
         tokens: tuple[int, ...] = ()
         while llm.core.has_unfinished():
             for output in llm.step():
@@ -271,7 +270,7 @@ def test_min_tokens_holds_every_stop_id_back_and_no_longer(runner: str, loop: st
 @both_runners
 def test_min_tokens_holds_the_end_of_sequence_back_too(runner: str) -> None:
     """With the model's own end-of-sequence id, sampled flat: without min_tokens most answers would end early."""
-    end = tuple(range(3, 200))
+    end = tuple(range(3, 120))
     params = SamplingParams(temperature=50.0, seed=1, max_tokens=12, min_tokens=9, stop_token_ids=end)
     with tiny_llm(runner) as llm:
         outputs = llm.generate([ids(*prompt_of(4, i)) for i in range(8)], params, use_tqdm=False)

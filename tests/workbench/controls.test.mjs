@@ -7,9 +7,9 @@ const plain = Element.prototype.matches;
 Element.prototype.matches = function (selector) {
   return selector.split(",").some((one) => plain.call(this, one.trim()));
 };
-Element.prototype.toggleAttribute = function (name) {
-  if (this.hasAttribute(name)) this.removeAttribute(name);
-  else this.setAttribute(name, "");
+Element.prototype.toggleAttribute = function (name, on = !this.hasAttribute(name)) {
+  if (on) this.setAttribute(name, "");
+  else this.removeAttribute(name);
 };
 const keys = new Element("document");
 document.addEventListener = (type, listener) => keys.addEventListener(type, listener);
@@ -57,14 +57,16 @@ test("the place, the waits and an error are told as text", () => {
 });
 
 test("buttons send commands, one at a time", () => {
-  const { root, sent, answer } = open();
+  const { root, home, sent, answer } = open();
   const button = (command) => root.querySelectorAll("button").find((each) => each.getAttribute("data-command") === command);
   button("step").dispatch("click");
   button("step").dispatch("click");
   assert.deepEqual(sent, [{ command: "step", seq: 1 }], "the second click comes while the first is at work");
   assert.ok(root.classList.contains("rs-busy"));
+  assert.ok(home.hasAttribute("data-rs-waiting"), "the views hold back until all of them can change at once");
   answer();
   assert.ok(!root.classList.contains("rs-busy"));
+  assert.ok(!home.hasAttribute("data-rs-waiting"));
   button("run").dispatch("click");
   answer();
   button("until").dispatch("click");

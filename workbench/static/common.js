@@ -34,6 +34,11 @@ export function heading(text, note) {
   return el("h3", { class: "rs-heading" }, text, note ? el("small", {}, ` ${note}`) : null);
 }
 
+/** A view model as it travels (JSON in a buffer) or as it is. */
+export function unpack(value) {
+  return value instanceof DataView ? JSON.parse(new TextDecoder().decode(value)) : value;
+}
+
 /** Marks every element that belongs to `request` (data-request holds one id, or several with spaces between). */
 export function mark(root, request) {
   root.classList.toggle("rs-choosing", Boolean(request));
@@ -51,6 +56,21 @@ function keepFocus(root, focused) {
 }
 
 /**
+ * `callback` once before a frame, however often the returned function is called. While a command of the bar is at work the
+ * dashboard around `node` says data-rs-waiting; then the frame after it is taken, so that all views change at once and the page
+ * is laid out once. Without frames, outside a browser, at once.
+ */
+function eachFrame(node, callback) {
+  if (!globalThis.requestAnimationFrame) return Object.assign(() => callback(), { cancel() {} });
+  let frame = 0;
+  const call = () => {
+    frame = node.closest("[data-rs-waiting]") ? requestAnimationFrame(call) : 0;
+    if (!frame) callback();
+  };
+  return Object.assign(() => void (frame ||= requestAnimationFrame(call)), { cancel: () => cancelAnimationFrame(frame) });
+}
+
+/**
  * The life of a view: `draw(model)` returns the nodes for a view model; it is called now and at each change. A request that is
  * hovered or focused here is set as `selected`, and the selected one is marked. Returns the cleanup, which drops every listener.
  */
@@ -58,10 +78,15 @@ export function mount({ model, el: parent }, name, draw) {
   const root = el("div", { class: `rs-view rs-${name}` });
   parent.appendChild(root);
   const showSelection = () => mark(root, model.get("selected"));
+  // Out of sight (see content-visibility in common.css) nothing is drawn; the newest model is, once it comes into sight.
+  let skipped = false;
+  let stale = false;
   const redraw = () => {
+    stale = skipped;
+    if (skipped) return;
     const focused = root.contains(document.activeElement) ? document.activeElement : null;
-    root.replaceChildren(...[draw(model.get("model"))].flat(Infinity).filter(Boolean));
-    showSelection();
+    root.replaceChildren(...[draw(unpack(model.get("model")))].flat(Infinity).filter(Boolean));
+    if (model.get("selected")) showSelection();
     if (focused) keepFocus(root, focused);
   };
   const choose = (request) => {
@@ -74,13 +99,23 @@ export function mount({ model, el: parent }, name, draw) {
     choose(owner ? owner.getAttribute("data-request").split(" ")[0] : "");
   };
   const leave = () => choose("");
-  const listeners = [["pointerover", enter], ["focusin", enter], ["pointerleave", leave], ["focusout", leave]];
+  const sight = (event) => {
+    if (event.target !== root) return;
+    skipped = event.skipped;
+    if (stale) redraw();
+  };
+  const listeners = [
+    ["pointerover", enter], ["focusin", enter], ["pointerleave", leave], ["focusout", leave],
+    ["contentvisibilityautostatechange", sight],
+  ];
   for (const [event, listener] of listeners) root.addEventListener(event, listener);
-  model.on("change:model", redraw);
+  const changed = eachFrame(root, redraw);
+  model.on("change:model", changed);
   model.on("change:selected", showSelection);
   redraw();
   return () => {
-    model.off("change:model", redraw);
+    changed.cancel();
+    model.off("change:model", changed);
     model.off("change:selected", showSelection);
     for (const [event, listener] of listeners) root.removeEventListener(event, listener);
     root.remove();

@@ -1,5 +1,5 @@
 // The bar: buttons and keys send commands to the kernel, one at a time; the form holds its edits until they are applied.
-import { el } from "./common.js";
+import { el, unpack } from "./common.js";
 
 export const BUTTONS = [
   { command: "home", face: "⇤", text: "start", key: "Home", hint: "back to before the first step" },
@@ -20,9 +20,9 @@ export function commandOf(event) {
 }
 
 export const FIELDS = [
-  { name: "runners", text: "runners", options: [["both", "V1 and V2"], ["v1", "V1"], ["v2", "V2"]] },
+  { name: "runners", text: "runners", options: [["both", "both"], ["v1", "V1 only"], ["v2", "V2 only"]] },
   { name: "loop", text: "loop", options: [["overlapped", "overlapped"], ["plain", "plain"]] },
-  { name: "chat", text: "prompts are", options: [["text", "plain text"], ["chat", "chat messages"]], hint: "a chat message goes through the model's chat template" },
+  { name: "chat", text: "prompts are", options: [["text", "plain text"], ["chat", "chat"]], hint: "a chat message goes through the model's chat template" },
   { name: "temperature", text: "temperature", hint: "0 is greedy", step: "0.1", min: "0" },
   { name: "top_p", text: "top_p", step: "0.05", min: "0", max: "1" },
   { name: "seed", text: "seed", step: "1", hint: "empty: none, the request draws from the engine's seed" },
@@ -32,6 +32,9 @@ export const FIELDS = [
   { name: "max_num_batched_tokens", text: "budget", step: "1", min: "1", hint: "max_num_batched_tokens: tokens a step may compute" },
   { name: "max_num_seqs", text: "rows", step: "1", min: "1", hint: "max_num_seqs: requests that may run at once" },
 ];
+
+const PROMPT_HINT = "One prompt a line; \\n stands for a line end. In front: @4 comes in step 4, #8 has max_tokens 8. "
+  + "Anything more as JSON: {\"prompt\": \"…\", \"priority\": 1, \"sampling_params\": {\"temperature\": 0.8}}";
 
 function field({ name, text, hint, options, ...limits }) {
   const input = options
@@ -57,13 +60,13 @@ function build() {
     error: el("div", { class: "rs-error", role: "alert" }),
     note: el("span", { class: "rs-quiet rs-note" }),
     prompts: el("textarea", { name: "prompts", rows: "4", spellcheck: "false", "aria-label": "prompts, one a line" }),
-    apply: el("button", { type: "submit", class: "rs-apply", title: "begin anew with this form (Ctrl+Enter)" }, "apply and reset ", el("kbd", {}, "Ctrl ⏎")),
+    apply: el("button", { type: "submit", class: "rs-apply", title: "begin anew with this form (Ctrl+Enter)" }, "apply ", el("kbd", {}, "Ctrl ⏎")),
     live: el("span", { class: "rs-hidden", role: "status", "aria-live": "polite" }),
   };
   const buttons = BUTTONS.map(button);
   parts.form = el(
     "form", { class: "rs-form", novalidate: true },
-    el("label", { class: "rs-prompts" }, el("span", {}, "prompts ", el("small", {}, "one a line · \\n a line end · in front: @4 comes in step 4, #8 has max_tokens 8")), parts.prompts),
+    el("label", { class: "rs-prompts", title: PROMPT_HINT }, el("span", {}, "prompts ", el("small", {}, "one a line; @4 in front comes in step 4, #8 has 8 tokens")), parts.prompts),
     el("div", { class: "rs-fields" }, FIELDS.map(field), el("div", { class: "rs-send" }, parts.apply)),
   );
   parts.bar = el(
@@ -116,14 +119,19 @@ function render({ model, el: parent }) {
   const root = el("div", { class: "rs-view rs-controls" }, parts.head, parts.bar, parts.error, parts.form, parts.live);
   parent.appendChild(root);
   let sent = 0;
+  let acknowledged = 0;
   let shown = "";
   let home = null;
 
-  const busy = () => sent > (model.get("model").ack ?? 0) && sent !== 0;
+  const showBusy = () => {
+    root.classList.toggle("rs-busy", busy());
+    home?.toggleAttribute("data-rs-waiting", busy());
+  };
+  const busy = () => sent > acknowledged && sent !== 0;
   const send = (command, more) => {
     if (busy()) return;
-    sent = (model.get("model").ack ?? 0) + 1;
-    root.classList.toggle("rs-busy", true);
+    sent = acknowledged + 1;
+    showBusy();
     model.send({ command, seq: sent, ...more });
   };
   const act = (command) => {
@@ -138,8 +146,9 @@ function render({ model, el: parent }) {
     send("apply", { form: readForm(parts.form) });
   };
   const refresh = () => {
-    const state = model.get("model");
-    root.classList.toggle("rs-busy", busy());
+    const state = unpack(model.get("model"));
+    acknowledged = state.ack ?? 0;
+    showBusy();
     showConditions(parts.conditions, state);
     showPlace(parts, state);
     const form = JSON.stringify(state.form ?? {});

@@ -59,10 +59,12 @@ def _waits(name: str, done: RunnerStep) -> dict[str, Any]:
     reasons = Counter(wait.reason for wait in inside)
     detail = "; ".join(f"{reason} ×{count}" for reason, count in reasons.items()) or "the host never stood still"
     text = f"{len(inside)} wait{'' if len(inside) == 1 else 's'}"
+    if inside:
+        text += f" {ms:.1f} ms" if ms >= 0.05 else " <0.1 ms"
     return {
         "runner": name.upper(),
         "count": len(inside),
-        "text": f"{text} {ms:.1f} ms" if inside else text,
+        "text": text,
         "title": f"{name.upper()} inside this step: {detail}. Outside, fetching finished output: {outside}.",
     }
 

@@ -1,0 +1,114 @@
+"""Paged attention by the kernels of this repository: the backend of CUDA, and of their torch form anywhere.
+
+A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store come
+first for all tokens, then the leading decodes, then everything else, each in a launch of its own. Nothing is prepared on
+the host and every length is read on the device, so a captured step serves every length of its size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import MAX_COUNTERS, HeadRotation, decode_attention, prefill_attention, store_kv
+
+from .metadata import AttentionMetadata
+
+
+@dataclass(slots=True)
+class TritonAttentionPlan:
+    """What all layers of a step share: the batch's tensors, cut to its requests. r requests, the first d of them decodes."""
+
+    num_decodes: int
+    num_tokens: int
+    all_decodes: bool
+    # [r, B] i32, [r] i32, [r - d + 1] i32, [>= t] i64
+    block_table: Tensor
+    seq_lens: Tensor
+    prefill_start_loc: Tensor
+    slot_mapping: Tensor
+    max_seq_len: int
+
+
+class TritonAttention:
+    """:class:`~engine.attention.backend.AttentionBackend` for any device, float32, float16 or bfloat16.
+
+    ``form`` is a kernel form (see kernels.dispatch).
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, form: str = "auto"
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.form = form
+        self._counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+    def prepare(self, metadata: AttentionMetadata, kv_cache: Tensor) -> TritonAttentionPlan:
+        """See :meth:`engine.attention.backend.AttentionBackend.prepare`."""
+        r, decodes = metadata.num_reqs, metadata.num_decodes
+        return TritonAttentionPlan(
+            num_decodes=decodes,
+            num_tokens=metadata.num_tokens,
+            all_decodes=decodes == r == metadata.num_tokens,
+            block_table=metadata.block_table[:r],
+            seq_lens=metadata.seq_lens[:r],
+            prefill_start_loc=metadata.query_start_loc[decodes : r + 1],
+            slot_mapping=metadata.slot_mapping,
+            max_seq_len=metadata.max_seq_len,
+        )
+
+    def forward(
+        self, plan: TritonAttentionPlan, qkv: Tensor, kv_cache: Tensor, rotation: HeadRotation | None = None
+    ) -> Tensor:
+        """See :meth:`engine.attention.backend.AttentionBackend.forward`.
+
+        With ``rotation`` qkv comes as the projection made it, and norm and RoPE of its heads are part of the launch.
+        """
+        if plan.all_decodes:
+            return self._decode(plan, qkv, kv_cache, rotation, None)
+        padded = plan.num_tokens < qkv.shape[0]
+        out = (torch.zeros if padded else torch.empty)(
+            (qkv.shape[0], self.num_heads * self.head_dim), dtype=qkv.dtype, device=qkv.device
+        )
+        store_kv(qkv, kv_cache, plan.slot_mapping, rotation, form=self.form)
+        d = plan.num_decodes
+        if d:
+            self._decode(plan, qkv[:d], kv_cache, None, out[:d])
+        prefill_attention(
+            qkv,
+            kv_cache,
+            plan.block_table[d:],
+            plan.seq_lens[d:],
+            plan.prefill_start_loc,
+            out,
+            num_tokens=plan.num_tokens - d,
+            max_seq_len=plan.max_seq_len,
+            form=self.form,
+        )
+        return out
+
+    def finish(self, plan: TritonAttentionPlan, kv_cache: Tensor) -> None:
+        """See :meth:`engine.attention.backend.AttentionBackend.finish`: nothing is left to do."""
+
+    def _decode(
+        self,
+        plan: TritonAttentionPlan,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        rotation: HeadRotation | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        return decode_attention(
+            qkv,
+            kv_cache,
+            plan.block_table,
+            plan.seq_lens,
+            plan.slot_mapping,
+            rotation,
+            max_seq_len=plan.max_seq_len,
+            counters=self._counters,
+            out=out,
+            form=self.form,
+        )

@@ -1,0 +1,231 @@
+"""The GPU kernels at the benchmark's shapes: time, bytes, and the share of the memory bandwidth measured in the same run.
+
+`python -m engine.bench.kernels` needs a CUDA device and nothing else: the weights are random. Every line is the median of
+replays of a CUDA graph that runs the kernel once for each layer, on that layer's own weights or cache, so nothing that is
+read comes from the L2 cache and the gaps between launches are those of a captured step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+
+from ..attention import AttentionMetadata, allocate_kv_cache
+from ..attention.triton_backend import TritonAttention
+from ..models.config import ModelConfig
+from ..models.decoder import CausalLM
+from ..models.fused import fused_forward, fused_logits
+from ..models.weights import weight_views
+from .ceilings import measure_ceilings
+from .machine import commit, device_name
+
+BLOCK_SIZE = 16
+CONFIG = Path(__file__).parents[1] / "models" / "configs" / "qwen3-0.6b.json"
+BATCHES = {"B1": (1, 384), "B8": (8, 384), "A": (256, 256)}
+"""Name -> (requests, tokens of context of each)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement. `microseconds` is of one launch (of one step for a step), `bytes` what it must move."""
+
+    batch: str
+    name: str
+    microseconds: float
+    bytes: int
+    share: float
+
+
+class Bench:
+    """A random model, a full cache, and the timing of what runs on them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.config = ModelConfig.from_hf(json.loads(CONFIG.read_text(encoding="utf-8")))
+        self.model = CausalLM(self.config, torch.bfloat16, device)
+        generator = torch.Generator(device).manual_seed(0)
+        for weight in weight_views(self.model).values():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+        tokens = max(requests * (context // BLOCK_SIZE + 1) for requests, context in BATCHES.values())
+        self.cache = allocate_kv_cache(self.config, tokens + 1, BLOCK_SIZE, torch.bfloat16, device)
+        self.cache.normal_(generator=generator)
+        self.attention = TritonAttention(
+            self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim, device
+        )
+        self.read = measure_ceilings(device).limit
+        self.lines: list[Line] = []
+
+    def metadata(self, requests: int, context: int) -> AttentionMetadata:
+        """A batch of decodes whose blocks are scattered over the cache."""
+        blocks = -(-context // BLOCK_SIZE)
+        ids = np.random.default_rng(0).permutation(self.cache.shape[2] - 1)[: requests * blocks] + 1
+        table = ids.reshape(requests, blocks).astype(np.int32)
+        slots = table[:, -1].astype(np.int64) * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+        seq_lens = np.full(requests, context, dtype=np.int32)
+        starts = np.arange(requests + 1, dtype=np.int32)
+
+        def to_device(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(self.device)
+
+        return AttentionMetadata(
+            num_reqs=requests,
+            num_tokens=requests,
+            num_tokens_padded=requests,
+            query_start_loc=to_device(starts),
+            query_start_loc_np=starts,
+            seq_lens=to_device(seq_lens),
+            seq_lens_np=seq_lens,
+            block_table=to_device(table),
+            slot_mapping=to_device(slots),
+            block_size=BLOCK_SIZE,
+            max_query_len=1,
+            max_seq_len=context,
+            num_decodes=requests,
+        )
+
+    def time(self, batch: str, name: str, fn: Callable[[], object], moved: int, launches: int) -> float:
+        """Capture `fn`, which makes `launches` launches that move `moved` bytes each, and record its time."""
+        micros = graph_microseconds(fn) / launches
+        self.lines.append(Line(batch, name, micros, moved, moved / (micros * 1e-6) / self.read))
+        line = self.lines[-1]
+        print(f"{batch:3} {name:34} {micros:9.2f} us {moved / 1e6:9.2f} MB {line.share:6.1%}", flush=True)
+        return micros
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
+
+
+def graph_microseconds(fn: Callable[[], object], repeats: int = 20) -> float:
+    """Median time of one replay of `fn` captured in a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    times = []
+    for i in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def bench_attention(bench: Bench, batch: str) -> None:
+    requests, context = BATCHES[batch]
+    config, metadata = bench.config, bench.metadata(requests, context)
+    qkv = bench.random(
+        requests, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    )
+    positions = torch.full((requests,), context - 1, device=bench.device)
+    norm = bench.model.layers[0].self_attn.q_norm
+    assert norm is not None
+    rotation = kernels.HeadRotation(positions, bench.model.rotary_emb.cos_sin, norm.weight, norm.weight, norm.eps)
+    plan = bench.attention.prepare(metadata, bench.cache)
+
+    def run() -> None:
+        for cache in bench.cache.unbind(0):
+            bench.attention.forward(plan, qkv, cache, rotation)
+
+    kv = 2 * requests * context * config.num_key_value_heads * config.head_dim * 2
+    bench.time(batch, "decode attention", run, kv, config.num_hidden_layers)
+
+
+def bench_projections(bench: Bench, batch: str) -> None:
+    requests, _ = BATCHES[batch]
+    config, layers = bench.config, bench.model.layers
+    x, residual = bench.random(requests, config.hidden_size), bench.random(requests, config.hidden_size)
+    wide = bench.random(requests, config.num_attention_heads * config.head_dim)
+    inner = bench.random(requests, config.intermediate_size)
+    gate_up = bench.random(requests, 2 * config.intermediate_size)
+    norm = bench.model.norm
+    projections = {
+        "qkv": ([layer.self_attn.qkv_proj for layer in layers], x, {"norm_weight": norm.weight, "eps": norm.eps}),
+        "o": ([layer.self_attn.o_proj for layer in layers], wide, {"residual": residual}),
+        "gate_up": ([layer.mlp.gate_up_proj for layer in layers], x, {"norm_weight": norm.weight, "gated": True}),
+        "down": ([layer.mlp.down_proj for layer in layers], inner, {"residual": residual}),
+        "head": ([bench.model.lm_head], x, {"out_dtype": torch.float32}),
+    }
+    for name, (linears, given, options) in projections.items():
+        weights = [linear.weight for linear in linears if linear.weight is not None]
+        moved = weights[0].nbytes
+        bench.time(batch, f"{name}, torch", lambda g=given, w=weights: [g @ one.t() for one in w], moved, len(weights))
+        if requests <= kernels.MAX_ROWS:
+            bench.time(
+                batch,
+                f"{name}, small_linear {' '.join(options)}",
+                lambda g=given, w=weights, o=options: [kernels.small_linear(g, one, **o) for one in w],
+                moved,
+                len(weights),
+            )
+    n = len(layers)
+    bench.time(batch, "silu_mul", lambda: [kernels.silu_mul(gate_up) for _ in layers], gate_up.nbytes * 3 // 2, n)
+    bench.time(
+        batch,
+        "add_rms_norm",
+        lambda: [kernels.add_rms_norm(x, residual, norm.weight, norm.eps) for _ in layers],
+        4 * x.nbytes,
+        n,
+    )
+
+
+def bench_step(bench: Bench, batch: str) -> None:
+    """A whole decode step: embedding, layers, logits, argmax."""
+    requests, context = BATCHES[batch]
+    config, metadata = bench.config, bench.metadata(requests, context)
+    ids = torch.randint(config.vocab_size, (requests,), dtype=torch.int32, device=bench.device)
+    positions = torch.full((requests,), context - 1, device=bench.device)
+    rows, zeros = torch.arange(requests, device=bench.device), torch.zeros(requests, device=bench.device)
+
+    def run() -> None:
+        hidden = fused_forward(bench.model, bench.attention, ids, positions, metadata, bench.cache)
+        logits = fused_logits(bench.model, hidden, "auto")
+        kernels.gumbel_sample(
+            logits, rows.int(), zeros, rows, rows, purpose=kernels.Purpose.SAMPLE, all_greedy=True
+        )
+
+    weights = sum(weight.nbytes for weight in weight_views(bench.model).values())
+    kv = 2 * requests * context * config.num_key_value_heads * config.head_dim * 2 * config.num_hidden_layers
+    bench.time(batch, "whole step", run, weights + kv, 1)
+
+
+def main() -> None:
+    """Measure and print everything; `--json PATH` writes it too."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("engine.bench.kernels measures CUDA kernels, and this torch sees no CUDA device")
+    device = torch.device("cuda")
+    bench = Bench(device)
+    print(f"{device_name(device)}, torch {torch.__version__}, commit {commit()}, {bench.read / 1e12:.2f} TB/s", flush=True)
+    with torch.inference_mode():
+        for batch in BATCHES:
+            bench_attention(bench, batch)
+            bench_projections(bench, batch)
+            bench_step(bench, batch)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(line) for line in bench.lines], indent=1))
+
+
+if __name__ == "__main__":
+    main()

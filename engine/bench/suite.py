@@ -1,0 +1,200 @@
+"""The standard workloads on both runners: ceilings, starts, timed and observed runs and the peer, in one report."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention import kv_bytes_per_token
+from engine.hooks import Event
+from engine.models import LoadedModel, weight_bytes
+
+from .ceilings import Ceilings, measure_ceilings
+from .machine import commit, device_name, driver_version, versions
+from .measure import Timing
+from .peer_vllm import PeerResult, run_vllm
+from .profile import Profile, profile_steps
+from .runs import Bench, Run
+from .startup import StartUp, load, start, start_again
+from .step_costs import SUMMARY_EVENTS, StepCosts
+from .workloads import WorkloadSpec
+
+MAX_NUM_SEQS = 256
+MAX_MODEL_LEN = 4096
+_GPU_BATCHED_TOKENS = 16384
+"""vLLM's default for offline use on a GPU of this size."""
+_LEVELS: dict[str, tuple[type[Event], ...]] = {"unobserved": (), "summary": SUMMARY_EVENTS, "every event": (Event,)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `model`: `startup.load`'s keywords; `engine`: keywords of LLM beside those."""
+
+    specs: tuple[WorkloadSpec, ...]
+    runners: tuple[str, ...]
+    repeats: int
+    model: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    peer: bool = False
+    observe: bool = False
+    warm_start: bool = False
+    profile: Path | None = None
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What only our own engine shows. `observed`: the same workload with nobody, or somebody, subscribed."""
+
+    runs: tuple[Run, ...]
+    costs: StepCosts
+    profile: Profile | None
+    saved: Path | None
+    observed: dict[str, Timing]
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    timing: Timing
+    inside: Inside | None = None
+
+
+@dataclass(frozen=True)
+class WorkloadResult:
+    """`weight_bytes` and `kv_bytes`: what one step must read, the KV at the mean context of all requests."""
+
+    spec: WorkloadSpec
+    weight_bytes: int
+    kv_bytes: int
+    sides: tuple[Side, ...]
+
+    @property
+    def bytes_per_step(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class SuiteReport:
+    about: dict[str, str]
+    ceilings: Ceilings
+    starts: dict[str, StartUp]
+    peer_starts: dict[str, float]
+    repeats: int
+    workloads: tuple[WorkloadResult, ...]
+
+
+def run_suite(plan: Plan) -> SuiteReport:
+    """Measures everything in `plan`. The peer runs first, while the device's memory is free; our engines then share
+    one copy of the weights and take turns; starts in fresh processes, whose disk caches are warm by then, come last.
+
+    Raises ValueError for what cannot be, RuntimeError if a side fails or makes other tokens than it was asked for.
+    """
+    loaded, weights = load(plan.model)
+    device = loaded.model.embed_tokens.weight.device
+    keywords = _keywords(plan, loaded, device)
+    sizes = keywords["max_num_seqs"], keywords["max_model_len"]
+    peers = [run_vllm(plan.specs, r, plan.repeats, loaded, *sizes) for r in plan.runners] if plan.peer else []
+    prompt = list(plan.specs[0].first_ask(loaded.config.vocab_size).prompt_token_ids)
+    chosen = {runner: {**keywords, "use_v2_model_runner": runner == "v2"} for runner in plan.runners}
+    benches, starts = {}, {}
+    with contextlib.ExitStack() as stack:
+        for runner in plan.runners:
+            llm, starts[runner] = start(loaded, weights, None, chosen[runner], prompt)
+            stack.callback(llm.close)
+            benches[runner] = Bench(llm)
+        ceilings = measure_ceilings(device)
+        results = tuple(_measure(plan, spec, loaded, benches, peers) for spec in plan.specs)
+    if plan.warm_start:
+        for runner in plan.runners:
+            starts[f"{runner}, fresh process"] = start_again(plan.model, chosen[runner], prompt)
+    peer_starts = {peer.side: peer.to_first_token for peer in peers}
+    return SuiteReport(_about(plan, loaded, keywords), ceilings, starts, peer_starts, plan.repeats, results)
+
+
+def _keywords(plan: Plan, loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
+    """LLM's keywords: the peers' sizes, and a KV cache in which the largest workload fits, so that both engines do."""
+    defaults: dict[str, Any] = {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_model_len": min(MAX_MODEL_LEN, loaded.config.max_position_embeddings),
+        "block_size": 16,
+    }
+    if device.type == "cuda":
+        defaults["max_num_batched_tokens"] = _GPU_BATCHED_TOKENS
+    keywords = defaults | dict(plan.engine)
+    for spec in plan.specs:
+        if spec.longest > keywords["max_model_len"]:
+            raise ValueError(
+                f"workload {spec.name} has a request of {spec.longest} tokens and {loaded.name!r} runs with "
+                f"max_model_len={keywords['max_model_len']}; lower --input-len and --output-len"
+            )
+    most = max(spec.blocks(keywords["block_size"]) for spec in plan.specs)
+    return {"num_gpu_blocks_override": most + most // 10 + keywords["max_num_seqs"]} | keywords
+
+
+def _measure(
+    plan: Plan, spec: WorkloadSpec, loaded: LoadedModel, benches: dict[str, Bench], peers: list[PeerResult]
+) -> WorkloadResult:
+    """One warm-up of each engine, then all take turns: what drifts, drifts for all alike."""
+    levels = list(_LEVELS) if plan.observe else ["unobserved"]
+    warm_ups = {runner: bench.run(spec).seconds for runner, bench in benches.items()}
+    runs: dict[tuple[str, str], list[Run]] = {(runner, level): [] for runner in benches for level in levels}
+    for _ in range(plan.repeats):
+        for (runner, level), done in runs.items():
+            types = _LEVELS[level]
+            done.append(benches[runner].run(spec, types, _ignore if types else None))
+
+    def timing(runner: str, level: str) -> Timing:
+        seconds = tuple(run.seconds for run in runs[runner, level])
+        return Timing(seconds, warm_ups[runner], spec.steps, spec.output_tokens, ())
+
+    sides = []
+    for runner, bench in benches.items():
+        observed = {level: timing(runner, level) for level in levels} if plan.observe else {}
+        costs = bench.step_costs(spec)
+        profile, saved = _profiled(plan, spec, runner, bench)
+        inside = Inside(tuple(runs[runner, "unobserved"]), costs, profile, saved, observed)
+        sides.append(Side(runner.upper(), timing(runner, "unobserved"), inside))
+    sides += [Side(peer.side, peer.timings[spec.name]) for peer in peers]
+    dtype = loaded.model.embed_tokens.weight.dtype
+    kv_bytes = spec.context_tokens * kv_bytes_per_token(loaded.config, dtype) // spec.steps
+    return WorkloadResult(spec, weight_bytes(loaded.config, dtype), kv_bytes, tuple(sides))
+
+
+def _ignore(event: Event) -> None:
+    """A subscriber that does nothing: what observing costs the engine, and not what the observer does with it."""
+
+
+def _profiled(plan: Plan, spec: WorkloadSpec, runner: str, bench: Bench) -> tuple[Profile | None, Path | None]:
+    """On a GPU always, since only the profiler knows what ran there; elsewhere if a trace is wanted."""
+    if plan.profile is None and not bench.llm.core.device.is_cuda:
+        return None, None
+    profile = profile_steps(bench, spec)
+    if plan.profile is None:
+        return profile, None
+    path, several = plan.profile, len(plan.specs) * len(plan.runners) > 1
+    if several:
+        path = path.with_name(f"{path.stem}-{spec.name}-{runner}{path.suffix}")
+    profile.save(path)
+    return profile, path
+
+
+def _about(plan: Plan, loaded: LoadedModel, keywords: dict[str, Any]) -> dict[str, str]:
+    weight = loaded.model.embed_tokens.weight
+    about = {"device": device_name(weight.device)}
+    if weight.device.type == "cuda":
+        about["driver"] = driver_version()
+    peers = ("vllm",) if plan.peer else ()
+    return about | {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": plan.commit or commit(),
+        "model": f"{loaded.name}, {loaded.load_format} weights, {str(weight.dtype).removeprefix('torch.')}",
+        "engine": ", ".join(f"{key}={value}" for key, value in keywords.items()),
+        **versions("torch", "triton", "numpy", *peers),
+    }

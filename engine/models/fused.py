@@ -1,0 +1,107 @@
+"""The decoder's step in few launches: what a GPU runs instead of decoder.py's layer by layer operations.
+
+The result is the same up to rounding. Up to MAX_ROWS rows a layer is five launches, each projection with the norm before
+it and the gate or the residual after it; beyond, projections are torch's and the pieces between them are kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels import MAX_ROWS, HeadRotation, add_rms_norm, silu_mul, small_linear
+
+from ..attention.metadata import AttentionMetadata
+from ..attention.triton_backend import TritonAttention
+
+if TYPE_CHECKING:
+    from .decoder import CausalLM, DecoderLayer
+
+Attend = Callable[[Tensor, Tensor, HeadRotation], Tensor]
+"""The backend's forward for this step: (qkv, the layer's kv_cache, rotation) -> attention output."""
+
+
+def fused_forward(
+    model: CausalLM,
+    attention: TritonAttention,
+    input_ids: Tensor,
+    positions: Tensor,
+    metadata: AttentionMetadata,
+    kv_cache: Tensor,
+) -> Tensor:
+    """As :meth:`engine.models.decoder.CausalLM.forward`; may be captured in a CUDA graph."""
+    residual = model.embed_tokens(input_ids)
+    plan = attention.prepare(metadata, kv_cache)
+
+    def attend(qkv: Tensor, cache: Tensor, rotation: HeadRotation) -> Tensor:
+        return attention.forward(plan, qkv, cache, rotation)
+
+    layers = zip(model.layers, kv_cache.unbind(0), strict=True)
+    branch = None
+    if residual.shape[0] <= MAX_ROWS:
+        for layer, cache in layers:
+            _few_rows(layer, residual, cache, _rotation(layer, model, positions), attend, attention.form)
+    else:
+        for layer, cache in layers:
+            rotation = _rotation(layer, model, positions)
+            branch = _many_rows(layer, branch, residual, cache, rotation, attend, attention.form)
+    return add_rms_norm(branch, residual, model.norm.weight, model.norm.eps, form=attention.form)
+
+
+def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
+    """As :meth:`engine.models.decoder.CausalLM.compute_logits`, with the sums left in float32."""
+    weight = model.lm_head.weight
+    assert weight is not None
+    if hidden.shape[0] <= MAX_ROWS:
+        return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, weight.t()).float()
+
+
+def _rotation(layer: DecoderLayer, model: CausalLM, positions: Tensor) -> HeadRotation:
+    q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
+    cos_sin = model.rotary_emb.cos_sin
+    if q_norm is None or k_norm is None:
+        return HeadRotation(positions, cos_sin)
+    return HeadRotation(positions, cos_sin, q_norm.weight, k_norm.weight, q_norm.eps)
+
+
+def _few_rows(
+    layer: DecoderLayer, residual: Tensor, cache: Tensor, rotation: HeadRotation, attend: Attend, form: str
+) -> None:
+    """Add both branches of a layer to residual [t, hidden] in place."""
+    attn, mlp = layer.self_attn, layer.mlp
+    norm = layer.input_layernorm
+    qkv = small_linear(
+        residual, attn.qkv_proj.weight, norm_weight=norm.weight, eps=norm.eps, bias=attn.qkv_proj.bias, form=form
+    )
+    out = attend(qkv, cache, rotation)
+    small_linear(out, attn.o_proj.weight, bias=attn.o_proj.bias, residual=residual, form=form)
+    norm = layer.post_attention_layernorm
+    gated = small_linear(
+        residual, mlp.gate_up_proj.weight, norm_weight=norm.weight, eps=norm.eps, gated=True, form=form
+    )
+    small_linear(gated, mlp.down_proj.weight, residual=residual, form=form)
+
+
+def _many_rows(
+    layer: DecoderLayer,
+    branch: Tensor | None,
+    residual: Tensor,
+    cache: Tensor,
+    rotation: HeadRotation,
+    attend: Attend,
+    form: str,
+) -> Tensor:
+    """Add `branch`, then the attention branch to residual [t, hidden] in place; returns the branch of the MLP."""
+    attn, mlp = layer.self_attn, layer.mlp
+    norm = layer.input_layernorm
+    x = add_rms_norm(branch, residual, norm.weight, norm.eps, form=form)
+    branch = attn.o_proj(attend(attn.qkv_proj(x), cache, rotation))
+    norm = layer.post_attention_layernorm
+    x = add_rms_norm(branch, residual, norm.weight, norm.eps, form=form)
+    return mlp.down_proj(silu_mul(mlp.gate_up_proj(x), form=form))

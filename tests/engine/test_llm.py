@@ -1,0 +1,310 @@
+"""LLM: named and behaving as vLLM's. Prompts, parameters, results, chat, streams, metrics, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine import LLM, CompletionOutput, EngineConfig, Logprob, RequestOutput, SamplingParams
+from engine.models import LoadedModel
+from tests.engine.engine_helpers import (
+    assert_empty,
+    both_loops,
+    both_runners,
+    greedy,
+    ids,
+    make_llm,
+    prompt_of,
+    reference,
+    tiny_llm,
+    tiny_model,
+    tokens_of,
+)
+from tests.engine.tiny_text import letters, text_model
+
+PROMPTS = [prompt_of(5, 1), prompt_of(12, 2), prompt_of(3, 3)]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return text_model(tmp_path_factory.mktemp("letters"), letters())
+
+
+@pytest.fixture(params=["v1", "v2"])
+def llm(request: pytest.FixtureRequest, loaded: LoadedModel) -> Iterator[LLM]:
+    llm = make_llm(request.param, loaded=loaded)
+    yield llm
+    assert_empty(llm)
+    llm.close()
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_keywords_have_vllms_names() -> None:
+    expected = {
+        "model", "tokenizer", "dtype", "device", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+        "num_gpu_blocks_override", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy",
+        "async_scheduling", "use_v2_model_runner", "speculative_config", "load_format", "enforce_eager", "skip_tokenizer_init",
+        "kernel_backend",
+    }  # fmt: skip
+    assert expected <= {field.name for field in dataclasses.fields(EngineConfig)}
+    sampling = {
+        "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+        "logprobs", "n", "skip_special_tokens", "detokenize",
+    }  # fmt: skip
+    assert sampling == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert list(inspect.signature(LLM.generate).parameters)[1:] == ["prompts", "sampling_params", "use_tqdm"]
+    assert list(inspect.signature(LLM.chat).parameters)[1:4] == ["messages", "sampling_params", "use_tqdm"]
+    assert list(inspect.signature(LLM.stream).parameters)[1:] == ["prompt", "sampling_params"]
+
+
+def test_the_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.n, params.max_tokens) == (1.0, 1.0, 0, 0.0, 1, 16)
+    config = EngineConfig()
+    assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
+    assert (config.block_size, config.gpu_memory_utilization, config.scheduling_policy) == (16, 0.9, "fcfs")
+
+
+# -- generate ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_or_many_in_their_order(llm: LLM) -> None:
+    one = llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)
+    # The longest first: it ends last and must still come first.
+    many = llm.generate([ids(*prompt) for prompt in PROMPTS], [greedy(9), greedy(2), greedy(5)], use_tqdm=False)
+    assert tokens_of(one) == [reference(PROMPTS[0], greedy(5))]
+    assert tokens_of(many) == [reference(p, greedy(n)) for p, n in zip(PROMPTS, (9, 2, 5), strict=True)]
+    assert [output.prompt_token_ids for output in many] == [tuple(prompt) for prompt in PROMPTS]
+    assert len({output.request_id for output in [*one, *many]}) == 4
+
+
+def test_a_result_has_vllms_fields(llm: LLM) -> None:
+    output = llm.generate("hello world", greedy(6, logprobs=2), use_tqdm=False)[0]
+    assert isinstance(output, RequestOutput) and output.prompt == "hello world" and output.finished
+    assert output.prompt_token_ids == tuple(llm.get_tokenizer().encode("hello world"))
+    completion = output.outputs[0]
+    assert isinstance(completion, CompletionOutput) and completion.index == 0 and completion.finished
+    assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+    assert completion.finish_reason == "length" and completion.stop_reason is None
+    assert completion.logprobs is not None
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert isinstance(entry[token], Logprob) and entry[token].rank == 1
+        assert entry[token].decoded_token == llm.get_tokenizer().token_text(token)
+
+
+def test_text_in_a_dictionary_is_text(llm: LLM) -> None:
+    plain = llm.generate("abc", greedy(4), use_tqdm=False)[0]
+    as_dict = llm.generate({"prompt": "abc"}, greedy(4), use_tqdm=False)[0]
+    both = llm.generate({"prompt": "shown", "prompt_token_ids": list(plain.prompt_token_ids)}, greedy(4), use_tqdm=False)[0]
+    assert plain.outputs == as_dict.outputs == both.outputs
+    assert as_dict.prompt == "abc" and both.prompt == "shown"
+
+
+def test_a_bad_prompt_among_good_ones_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate(["abc", "", "abc"], greedy(4), use_tqdm=False)
+    assert_empty(llm)
+
+
+def test_without_parameters_it_samples_sixteen(llm: LLM) -> None:
+    output = llm.generate("abc", use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) == 16 or output.finish_reason == "stop"
+
+
+def test_the_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([ids(*prompt) for prompt in PROMPTS], greedy(3), use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    llm.generate([ids(*prompt) for prompt in PROMPTS], greedy(3))
+    shown = capsys.readouterr().err
+    assert "Processed prompts" in shown and "3/3" in shown
+
+
+def test_metrics_are_filled_and_in_order(llm: LLM) -> None:
+    before = time.monotonic()
+    output = llm.generate(ids(*PROMPTS[1]), greedy(6), use_tqdm=False)[0]
+    metrics, after = output.metrics, time.monotonic()
+    times = [before, metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time, after]
+    assert None not in times and times == sorted(times) and metrics.num_preemptions == 0
+    assert metrics.first_token_time < metrics.last_token_time
+
+
+def test_cached_tokens_are_counted(llm: LLM) -> None:
+    first, second = (llm.generate(ids(*prompt_of(13, 8)), greedy(3), use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 12)
+    assert first.outputs == second.outputs
+
+
+def test_ids_without_a_tokenizer() -> None:
+    with tiny_llm("v2", skip_tokenizer_init=True) as llm:
+        output = llm.generate(ids(*PROMPTS[0]), greedy(4, logprobs=1), use_tqdm=False)[0]
+        assert output.prompt is None and output.outputs[0].text == ""
+        assert all(value.decoded_token is None for value in output.outputs[0].logprobs[0].values())
+
+
+# -- chat ----------------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "hi there"}]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    chat = llm.chat(CHAT, greedy(5), use_tqdm=False)
+    plain = llm.generate("[user]hi there[assistant]", greedy(5), use_tqdm=False)
+    assert chat[0].prompt == "[user]hi there[assistant]" and chat[0].prompt_token_ids == plain[0].prompt_token_ids
+    assert chat[0].outputs == plain[0].outputs
+
+
+def test_a_list_of_conversations(llm: LLM) -> None:
+    other = [*CHAT, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
+    both = llm.chat([CHAT, other], greedy(5), use_tqdm=False)
+    assert [output.prompt for output in both] == ["[user]hi there[assistant]", "[user]hi there[assistant]yes[user]why[assistant]"]
+    assert both[0].outputs == llm.chat(CHAT, greedy(5), use_tqdm=False)[0].outputs
+    assert llm.chat(CHAT, greedy(2), False, add_generation_prompt=False)[0].prompt == "[user]hi there"
+
+
+def test_chat_refuses_nothing_to_say(llm: LLM) -> None:
+    for empty in ([], [[]]):
+        with pytest.raises(ValueError, match="no messages|conversation is empty"):
+            llm.chat(empty, greedy(2), use_tqdm=False)
+    with pytest.raises(ValueError, match="role"):
+        llm.chat([{"content": "x"}], greedy(2), use_tqdm=False)
+
+
+# -- streams -------------------------------------------------------------------------------------------------------------
+
+
+@both_runners
+@both_loops
+def test_a_stream_grows_token_by_token(runner: str, loop: str, loaded: LoadedModel) -> None:
+    with tiny_llm(runner, loop, loaded=loaded) as llm:
+        outputs = list(llm.stream(ids(*PROMPTS[0]), greedy(6)))
+        right = reference(PROMPTS[0], greedy(6))
+        assert [output.outputs[0].token_ids for output in outputs] == [right[: n + 1] for n in range(6)]
+        assert [output.finished for output in outputs] == [False] * 5 + [True]
+        assert all(b.outputs[0].text.startswith(a.outputs[0].text) for a, b in zip(outputs, outputs[1:], strict=False))
+        assert outputs[-1].outputs == llm.generate(ids(*PROMPTS[0]), greedy(6), use_tqdm=False)[0].outputs
+        assert not llm.core.in_flight
+
+
+@both_runners
+@both_loops
+def test_closing_a_stream_aborts_its_request(runner: str, loop: str) -> None:
+    with tiny_llm(runner, loop) as llm:
+        stream = llm.stream(ids(*PROMPTS[0]), greedy(30))
+        next(stream)
+        next(stream)
+        assert llm.core.has_unfinished()
+        stream.close()
+        assert not llm.core.has_unfinished() and llm._streams == {}
+        assert tokens_of(llm.generate(ids(*PROMPTS[1]), greedy(5), use_tqdm=False)) == [reference(PROMPTS[1], greedy(5))]
+        assert_empty(llm)
+
+
+@both_runners
+@both_loops
+def test_two_streams_and_a_generate_interleave(runner: str, loop: str) -> None:
+    with tiny_llm(runner, loop) as llm:
+        a, b = llm.stream(ids(*PROMPTS[0]), greedy(9)), llm.stream(ids(*PROMPTS[1]), greedy(6))
+        seen_a, seen_b = [next(a)], [next(b), next(b)]
+        whole = llm.generate(ids(*PROMPTS[2]), greedy(7), use_tqdm=False)
+        seen_a.append(next(a))
+        seen_b += list(b)
+        seen_a += list(a)
+        assert tokens_of(whole) == [reference(PROMPTS[2], greedy(7))]
+        for seen, prompt, n in ((seen_a, PROMPTS[0], 9), (seen_b, PROMPTS[1], 6)):
+            assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, n + 1))
+            assert seen[-1].outputs[0].token_ids == reference(prompt, greedy(n))
+        assert_empty(llm)
+
+
+@both_runners
+@both_loops
+def test_a_stream_whose_request_is_aborted_ends(runner: str, loop: str) -> None:
+    with tiny_llm(runner, loop) as llm:
+        stream = llm.stream(ids(*PROMPTS[0]), greedy(30))
+        first = next(stream)
+        llm.abort([first.request_id])
+        rest = list(stream)
+        assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "abort"
+        assert rest[-1].outputs[0].token_ids == reference(PROMPTS[0], greedy(30))[: len(rest[-1].outputs[0].token_ids)]
+        assert_empty(llm)
+
+
+def test_a_stream_that_nobody_reads_runs_nothing(llm: LLM) -> None:
+    stream = llm.stream(ids(*PROMPTS[0]), greedy(3))
+    assert not llm.core.has_unfinished()
+    del stream
+
+
+def test_a_stream_of_n(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=5, ignore_eos=True)
+    outputs = list(llm.stream("abc", params))
+    assert len(outputs) == 5 and len({completion.token_ids for completion in outputs[-1].outputs}) > 1
+    assert outputs[-1].outputs == llm.generate("abc", params, use_tqdm=False)[0].outputs
+
+
+# -- step by step --------------------------------------------------------------------------------------------------------
+
+
+@both_runners
+@both_loops
+def test_add_step_abort(runner: str, loop: str) -> None:
+    with tiny_llm(runner, loop) as llm:
+        name = llm.add(ids(*PROMPTS[0]), greedy(6))
+        other = llm.add(ids(*PROMPTS[1]), greedy(20), request_id="other")
+        assert (name, other) == ("0", "other")
+        outputs: dict[str, list[RequestOutput]] = {"0": [], "other": []}
+        while not (outputs["0"] and outputs["0"][-1].finished):
+            for output in llm.step():
+                outputs[output.request_id].append(output)
+        llm.abort(["other", "0", "never seen"])
+        assert outputs["0"][-1].outputs[0].token_ids == reference(PROMPTS[0], greedy(6))
+        assert not llm.core.has_unfinished()
+        while llm.core.in_flight:
+            assert llm.step() == []
+        assert_empty(llm)
+
+
+@both_runners
+def test_the_more_urgent_goes_first(runner: str) -> None:
+    with tiny_llm(runner, "plain", max_num_seqs=1, scheduling_policy="priority") as llm:
+        for index, priority in enumerate((2, 1, 0)):
+            llm.add(ids(*PROMPTS[index]), greedy(3), request_id=str(index), priority=priority)
+        order = [output.request_id for _ in range(12) for output in llm.step() if output.finished]
+    assert order == ["2", "1", "0"]
+
+
+def test_shared_weights_and_several_engines(loaded: LoadedModel) -> None:
+    engines = [make_llm(runner, loaded=loaded) for runner in ("v1", "v2", "v2")]
+    streams = [llm.stream(ids(*PROMPTS[i]), greedy(8)) for i, llm in enumerate(engines)]
+    last = {}
+    for _ in range(8):
+        for index, stream in enumerate(streams):
+            last[index] = next(stream).outputs[0].token_ids
+    assert [last[i] for i in range(3)] == [reference(PROMPTS[i], greedy(8)) for i in range(3)]
+    for stream, llm in zip(streams, engines, strict=True):
+        stream.close()
+        llm.close()
+
+
+# -- the model that stands in for a real one -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
+def test_dummy_models_read_their_whole_context(name: str) -> None:
+    """Else the tests here would see no fault in it: an early token changes the answer, and rounding does not."""
+    loaded = tiny_model(name)
+    prompts = [prompt_of(12, seed) for seed in range(16)]
+    changed = [[3 + (prompt[0] + 7) % 381, *prompt[1:]] for prompt in prompts]
+    with tiny_llm("v2", loaded=loaded, max_num_seqs=32, max_num_batched_tokens=512, num_gpu_blocks_override=600) as llm:
+        outputs = llm.generate([ids(*p) for p in [*prompts, *changed]], greedy(16, logprobs=2), use_tqdm=False)
+    tokens = tokens_of(outputs)
+    assert sum(a != b for a, b in zip(tokens[:16], tokens[16:], strict=True)) >= 15
+    assert sum(len(set(answer)) for answer in tokens) / len(tokens) > 8
+    gaps = sorted(a - b for o in outputs for e in o.outputs[0].logprobs for a, b in [[v.logprob for v in e.values()][:2]])
+    assert gaps[len(gaps) // 2] > 1e-2 and gaps[len(gaps) // 50] > 1e-3
