@@ -155,11 +155,10 @@ class Dashboard(ipywidgets.Box):
         commands[name]()
 
     def _show(self) -> None:
-        """Hands the record under the cursor to every view. All is computed before the first message leaves."""
+        """Hands the record under the cursor to every view; the page draws one while the next is computed."""
         record = self.session.record
-        models = [(view, type(view).view_model(record)) for view in self.views.values()]
-        for view, model in models:
-            view.draw(record.step, model)
+        for view in reversed(self.views.values()):  # the costliest to draw are last in VIEWS
+            view.show(record)
         self._tell(self._error, record)
 
     def _tell(self, error: str, record: StepRecord | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from engine import LLM, SamplingParams
+from engine import LLM, ConfigError, SamplingParams
 from engine.hooks import Event
 
 from .conditions import parse_condition
@@ -72,6 +72,12 @@ class Session:
 
     def _build(self, names: tuple[Literal["v1", "v2"], ...], keywords: dict[str, Any]) -> list[RunnerLog]:
         """Engines for these runners; they share one copy of the weights, the old engines' if that is the same."""
+        for key, instead in (
+            ("use_v2_model_runner", "runners='v1' or 'v2'"),
+            ("keep_finished", "nothing: it is always on"),
+        ):
+            if key in keywords:
+                raise ConfigError(f"{key} is the session's to choose; give {instead}")
         loaded = keywords.get("loaded")
         if self._logs and all(keywords.get(key) == self._keywords.get(key) for key in WEIGHTS):
             loaded = self._logs[0].llm.loaded

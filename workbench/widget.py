@@ -92,12 +92,8 @@ class LiveView(anywidget.AnyWidget):
 
     def show(self, record: StepRecord) -> None:
         """Draws this record."""
-        self.draw(record.step, type(self).view_model(record))
-
-    def draw(self, step: int, model: dict[str, Any]) -> None:
-        """Draws what `view_model` returned for this step."""
-        self._step = step
-        self.model = model
+        self._step = record.step
+        self.model = type(self).view_model(record)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} step {self._step}>"

@@ -67,7 +67,7 @@ def run_vllm(
             command, input=json.dumps(ask), capture_output=True, text=True, env=environment, check=False
         )
         if done.returncode:
-            raise RuntimeError(f"vllm failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
+            raise RuntimeError(f"vllm failed: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}")
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     timings = {
         spec.name: Timing(tuple(seconds[1:]), seconds[0], spec.steps, spec.output_tokens, ())
@@ -114,9 +114,7 @@ def _serve(ask: Mapping[str, Any]) -> dict[str, Any]:
     vocab_size = ask["vocab_size"]
     run(specs[0], Workload("first token", (specs[0].first_ask(vocab_size),)))
     to_first_token = time.time() - ask["begin"]
-    seconds = [
-        [run(spec, spec.draw(number, vocab_size)) for number in range(ask["repeats"] + 1)] for spec in specs
-    ]
+    seconds = [[run(spec, spec.draw(number, vocab_size)) for number in range(ask["repeats"] + 1)] for spec in specs]
     return {"to_first_token": to_first_token, "seconds": seconds}
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.hooks import Event, HostWait, SpanEnded
 
-from .runs import Bench, sampling_params
+from .runs import EngineRuns, sampling_params
 from .step_costs import union
 from .workloads import WorkloadSpec
 
@@ -46,12 +46,12 @@ class Profile:
         path.write_text(json.dumps(self.trace), encoding="utf-8")
 
 
-def profile_steps(bench: Bench, spec: WorkloadSpec, steps: int = STEPS) -> Profile:
+def profile_steps(engine: EngineRuns, spec: WorkloadSpec, steps: int = STEPS) -> Profile:
     """Starts the workload, lets every request get to its second token, profiles `steps` steps and gives up the rest.
 
     Fewer steps if the requests end before; ValueError if none is left to look at.
     """
-    llm, workload = bench.llm, bench.draw(spec)
+    llm, workload = engine.llm, engine.draw(spec)
     core = llm.core
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if core.device.is_cuda else [])
     # A CPU's streams are threads, and the profiler would see the caller's alone.
@@ -62,7 +62,7 @@ def profile_steps(bench: Bench, spec: WorkloadSpec, steps: int = STEPS) -> Profi
         for ask, params in zip(workload.asks, sampling_params(spec, workload), strict=True)
     ]
     try:
-        _settle(bench, set(ids))
+        _settle(engine, set(ids))
         with profile(activities=activities):
             llm.step()  # the profiler's own start is slow
         core.drain()
@@ -87,9 +87,9 @@ def profile_steps(bench: Bench, spec: WorkloadSpec, steps: int = STEPS) -> Profi
     return Profile(done, *_counts(trace["traceEvents"], done), trace)
 
 
-def _settle(bench: Bench, waiting: set[str]) -> None:
-    while waiting and bench.llm.core.has_unfinished():
-        for output in bench.llm.step():
+def _settle(engine: EngineRuns, waiting: set[str]) -> None:
+    while waiting and engine.llm.core.has_unfinished():
+        for output in engine.llm.step():
             if output.finished or len(output.outputs[0].token_ids) > 1:
                 waiting.discard(output.request_id)
 

@@ -31,7 +31,7 @@ class Run:
     preemptions: int
 
 
-class Bench:
+class EngineRuns:
     """Runs of one engine. The order of the runs decides their prompts, so engines in the same order get the same."""
 
     def __init__(self, llm: LLM) -> None:

@@ -76,7 +76,8 @@ def start_again(model_keywords: Mapping[str, Any], keywords: Mapping[str, Any], 
     command = [sys.executable, "-m", "engine.bench.startup"]
     done = subprocess.run(command, input=json.dumps(ask), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"a fresh process could not start the engine: {(done.stderr.strip() or '?').splitlines()[-1]}")
+        why = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise RuntimeError(f"a fresh process could not start the engine: {why}")
     return StartUp(**json.loads(done.stdout.splitlines()[-1]))
 
 

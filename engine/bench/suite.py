@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from .machine import commit, device_name, driver_version, versions
 from .measure import Timing
 from .peer_vllm import PeerResult, run_vllm
 from .profile import Profile, profile_steps
-from .runs import Bench, Run
+from .runs import EngineRuns, Run
 from .startup import StartUp, load, start, start_again
-from .step_costs import SUMMARY_EVENTS, StepCosts
+from .step_costs import SUMMARY_EVENTS, StepCostObserver, StepCosts
 from .workloads import WorkloadSpec
 
 MAX_NUM_SEQS = 256
@@ -90,11 +90,12 @@ class SuiteReport:
     workloads: tuple[WorkloadResult, ...]
 
 
-def run_suite(plan: Plan) -> SuiteReport:
+def run_suite(plan: Plan, on_workload: Callable[[SuiteReport], None] | None = None) -> SuiteReport:
     """Measures everything in `plan`. The peer runs first, while the device's memory is free; our engines then share
     one copy of the weights and take turns; starts in fresh processes, whose disk caches are warm by then, come last.
 
-    Raises ValueError for what cannot be, RuntimeError if a side fails or makes other tokens than it was asked for.
+    `on_workload` gets the report so far whenever a workload is done. Raises ValueError for what cannot be,
+    RuntimeError if a side fails or makes other tokens than it was asked for.
     """
     loaded, weights = load(plan.model)
     device = loaded.model.embed_tokens.weight.device
@@ -103,19 +104,25 @@ def run_suite(plan: Plan) -> SuiteReport:
     peers = [run_vllm(plan.specs, r, plan.repeats, loaded, *sizes) for r in plan.runners] if plan.peer else []
     prompt = list(plan.specs[0].first_ask(loaded.config.vocab_size).prompt_token_ids)
     chosen = {runner: {**keywords, "use_v2_model_runner": runner == "v2"} for runner in plan.runners}
-    benches, starts = {}, {}
+    engines: dict[str, EngineRuns] = {}
+    starts: dict[str, StartUp] = {}
     with contextlib.ExitStack() as stack:
         for runner in plan.runners:
             llm, starts[runner] = start(loaded, weights, None, chosen[runner], prompt)
             stack.callback(llm.close)
-            benches[runner] = Bench(llm)
-        ceilings = measure_ceilings(device)
-        results = tuple(_measure(plan, spec, loaded, benches, peers) for spec in plan.specs)
+            engines[runner] = EngineRuns(llm)
+        peer_starts = {peer.side: peer.to_first_token for peer in peers}
+        about = _about(plan, loaded, keywords)
+        report = SuiteReport(about, measure_ceilings(device), starts, peer_starts, plan.repeats, ())
+        for spec in plan.specs:
+            result = _measure(plan, spec, loaded, engines, peers)
+            report = replace(report, workloads=(*report.workloads, result))
+            if on_workload:
+                on_workload(report)
     if plan.warm_start:
-        for runner in plan.runners:
-            starts[f"{runner}, fresh process"] = start_again(plan.model, chosen[runner], prompt)
-    peer_starts = {peer.side: peer.to_first_token for peer in peers}
-    return SuiteReport(_about(plan, loaded, keywords), ceilings, starts, peer_starts, plan.repeats, results)
+        fresh = {f"{runner}, fresh process": start_again(plan.model, chosen[runner], prompt) for runner in chosen}
+        report = replace(report, starts=starts | fresh)
+    return report
 
 
 def _keywords(plan: Plan, loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
@@ -139,26 +146,25 @@ def _keywords(plan: Plan, loaded: LoadedModel, device: torch.device) -> dict[str
 
 
 def _measure(
-    plan: Plan, spec: WorkloadSpec, loaded: LoadedModel, benches: dict[str, Bench], peers: list[PeerResult]
+    plan: Plan, spec: WorkloadSpec, loaded: LoadedModel, engines: dict[str, EngineRuns], peers: list[PeerResult]
 ) -> WorkloadResult:
     """One warm-up of each engine, then all take turns: what drifts, drifts for all alike."""
     levels = list(_LEVELS) if plan.observe else ["unobserved"]
-    warm_ups = {runner: bench.run(spec).seconds for runner, bench in benches.items()}
-    runs: dict[tuple[str, str], list[Run]] = {(runner, level): [] for runner in benches for level in levels}
+    warm_ups = {runner: engine.run(spec).seconds for runner, engine in engines.items()}
+    runs: dict[tuple[str, str], list[Run]] = {(runner, level): [] for runner in engines for level in levels}
     for _ in range(plan.repeats):
         for (runner, level), done in runs.items():
-            types = _LEVELS[level]
-            done.append(benches[runner].run(spec, types, _ignore if types else None))
+            done.append(engines[runner].run(spec, _LEVELS[level], StepCostObserver() if _LEVELS[level] else None))
 
     def timing(runner: str, level: str) -> Timing:
         seconds = tuple(run.seconds for run in runs[runner, level])
         return Timing(seconds, warm_ups[runner], spec.steps, spec.output_tokens, ())
 
     sides = []
-    for runner, bench in benches.items():
+    for runner, engine in engines.items():
         observed = {level: timing(runner, level) for level in levels} if plan.observe else {}
-        costs = bench.step_costs(spec)
-        profile, saved = _profiled(plan, spec, runner, bench)
+        costs = engine.step_costs(spec)
+        profile, saved = _profiled(plan, spec, runner, engine)
         inside = Inside(tuple(runs[runner, "unobserved"]), costs, profile, saved, observed)
         sides.append(Side(runner.upper(), timing(runner, "unobserved"), inside))
     sides += [Side(peer.side, peer.timings[spec.name]) for peer in peers]
@@ -167,15 +173,11 @@ def _measure(
     return WorkloadResult(spec, weight_bytes(loaded.config, dtype), kv_bytes, tuple(sides))
 
 
-def _ignore(event: Event) -> None:
-    """A subscriber that does nothing: what observing costs the engine, and not what the observer does with it."""
-
-
-def _profiled(plan: Plan, spec: WorkloadSpec, runner: str, bench: Bench) -> tuple[Profile | None, Path | None]:
+def _profiled(plan: Plan, spec: WorkloadSpec, runner: str, engine: EngineRuns) -> tuple[Profile | None, Path | None]:
     """On a GPU always, since only the profiler knows what ran there; elsewhere if a trace is wanted."""
-    if plan.profile is None and not bench.llm.core.device.is_cuda:
+    if plan.profile is None and not engine.llm.core.device.is_cuda:
         return None, None
-    profile = profile_steps(bench, spec)
+    profile = profile_steps(engine, spec)
     if plan.profile is None:
         return profile, None
     path, several = plan.profile, len(plan.specs) * len(plan.runners) > 1

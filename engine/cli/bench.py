@@ -1,4 +1,4 @@
-"""`runnerscope bench --peer transformers`: the figures, in a table or as JSON."""
+"""`runnerscope bench`: against transformers on real prompts, or the standard workloads; in tables or as JSON."""
 
 from __future__ import annotations
 
@@ -6,41 +6,65 @@ import argparse
 import json
 from typing import Any
 
+from . import bench_suite
 from .options import add_engine_options, engine_keywords, without_model
 from .terminal import UserError, columns
 
-_PEERS = ("transformers",)
+_PEERS = ("transformers", "vllm")
+_RUNNERS = {"both": ("v2", "v1"), "v2": ("v2",), "v1": ("v1",)}
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to argparse's subparsers."""
     parser = commands.add_parser(
-        "bench", usage="%(prog)s [options]", help="measure both runners against a peer: same weights, same run"
+        "bench", usage="%(prog)s [options]", help="measure both runners, alone or against a peer in the same run"
     )
-    parser.add_argument("--peer", choices=_PEERS, default=_PEERS[0])
+    parser.add_argument(
+        "--peer", choices=_PEERS, help="transformers: real prompts on the same weights (the default on a CPU); "
+        "vllm: the standard workloads, where vllm is installed",
+    )  # fmt: skip
+    parser.add_argument("--runner", choices=tuple(_RUNNERS), default="both", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of either side (default: 2)")
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats of each side, at least 3 (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    bench_suite.add_options(parser)
     add_engine_options(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and prints. Prefix caching is off unless asked for: a repeat mustn't find its own prompt."""
+    """Measures and prints. The standard workloads where they are asked for, or where there is a GPU for them."""
     import torch
 
-    from engine import LLM
-    from engine.bench.compare import compare
+    from engine import EngineConfig
 
     if arguments.repeats < 3:
         raise UserError(f"--repeats {arguments.repeats}: a median needs at least 3")
     if arguments.threads < 1:
         raise UserError(f"--threads {arguments.threads}: at least 1")
     torch.set_num_threads(arguments.threads)
-    keywords = {"enable_prefix_caching": False} | engine_keywords(arguments)
-    v2 = LLM(use_v2_model_runner=True, **keywords)
-    v1 = LLM(loaded=v2.loaded, use_v2_model_runner=False, **without_model(keywords))
-    report = compare({"V2": v2, "V1": v1}, peer=arguments.peer, repeats=arguments.repeats)
+    keywords, runners = engine_keywords(arguments), _RUNNERS[arguments.runner]
+    asked = bench_suite.given(arguments)
+    if arguments.peer == "transformers" and asked:
+        raise UserError(f"{asked[0]} belongs to the standard workloads, and --peer transformers runs its own; drop one")
+    on_gpu = EngineConfig(device=keywords.get("device", "auto")).torch_device.type == "cuda"
+    if arguments.peer == "vllm" or asked or (on_gpu and arguments.peer is None):
+        return bench_suite.run(arguments, keywords, runners, on_gpu)
+    return _against_transformers(arguments, keywords, runners)
+
+
+def _against_transformers(arguments: argparse.Namespace, given: dict[str, Any], runners: tuple[str, ...]) -> int:
+    """Prefix caching is off unless asked for: a repeat mustn't find its own prompt."""
+    from engine import LLM
+    from engine.bench.compare import compare
+
+    keywords = {"enable_prefix_caching": False} | given
+    first = LLM(use_v2_model_runner=runners[0] == "v2", **keywords)
+    engines = {runners[0].upper(): first}
+    for runner in runners[1:]:
+        others = without_model(keywords) | {"use_v2_model_runner": runner == "v2"}
+        engines[runner.upper()] = LLM(loaded=first.loaded, **others)
+    report = compare(engines, peer="transformers", repeats=arguments.repeats)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

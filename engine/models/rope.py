@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,12 +14,22 @@ from .config import ModelConfig, ModelConfigError, rope_kind
 
 
 class RotaryEmbedding:
-    """cos and sin of positions, computed in float32 for the tokens of a step: a table would take memory for nothing."""
+    """cos and sin of positions, in float32: computed for the tokens of a step, or as a table for kernels."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, self._attention_factor = compute_inv_freq(config)
         self._inv_freq = inv_freq.to(device)
         self._dtype = dtype
+        self._num_positions = config.max_position_embeddings
+        if device.type == "cuda":
+            _ = self.cos_sin  # now, since it must not be made while a graph is captured
+
+    @cached_property
+    def cos_sin(self) -> Tensor:
+        """f32 [max_position_embeddings, head_dim]: cosines of each position's angles, then their sines."""
+        positions = torch.arange(self._num_positions, device=self._inv_freq.device)
+        angles = positions.view(-1, 1) * self._inv_freq
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self._attention_factor
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin, each [t, 1, head_dim], of positions i64 [t]."""

@@ -32,12 +32,14 @@ class AsyncOutput:
         self._num_logprobs = num_logprobs
         self._tensors = tensors
         self._host: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
         device.copy.wait_event(device.compute.record_event())
         device.copy.submit("output", self._copy)
         self._event = device.copy.record_event()
 
     def _copy(self) -> None:
-        for name, tensor in self._tensors().items():
+        self._kept = self._tensors()
+        for name, tensor in self._kept.items():
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.is_cuda)
             self._host[name] = host.copy_(tensor, non_blocking=True)
 

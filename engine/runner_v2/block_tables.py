@@ -5,13 +5,12 @@ R max requests, B max blocks a request, T max batched tokens.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from kernels import compute_slot_mappings, gather_block_tables
 
 from ..device import Device
-from .buffers import StagedWriteTensor, UvaBackedTensor
+from .buffers import StagedWriteTensor, UvaBackedTensor, publish
 
 
 class BlockTables:
@@ -27,11 +26,12 @@ class BlockTables:
     ) -> None:
         self.block_size = block_size
         self._device = device
+        rows = max_num_reqs + 1  # the last one is the padding's, and stays empty
         self._form = form
         # [R, B] i32: the truth
-        self.block_table = StagedWriteTensor(device, (max_num_reqs, max_blocks), torch.int32, form)
+        self.block_table = StagedWriteTensor(device, (rows, max_blocks), torch.int32, form)
         # [R] i32
-        self.num_blocks = UvaBackedTensor(device, (max_num_reqs,), torch.int32, ring_depth)
+        self.num_blocks = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
         # [R, B] i32: row i is batch position i; its address never changes
         self.input_block_table = device.zeros(max_num_reqs, max_blocks, dtype=torch.int32)
         # [T] i64
@@ -45,33 +45,26 @@ class BlockTables:
         self.num_blocks.set(row, start + len(block_ids))
 
     def apply_staged_writes(self) -> bool:
-        self.num_blocks.publish()
+        publish(self._device, "publish num_blocks", self.num_blocks)
         return self.block_table.apply("write block_table")
 
     def gather(self, idx_mapping: torch.Tensor, num_reqs_padded: int) -> None:
-        """Kernel 6, on the stream: input_block_table[i] = block_table[idx_mapping[i]]."""
-        self._device.compute.submit(
-            "gather_block_tables",
-            lambda table, num_blocks: gather_block_tables(
-                idx_mapping, table, num_blocks, self.input_block_table, num_reqs_padded, form=self._form
-            ),
-            self.block_table.gpu,
-            self.num_blocks.gpu,
-        )
-
-    def compute_slots(
-        self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
-    ) -> None:
-        """Kernel 7, on the stream: slot = table[row, pos // block_size] * block_size + pos % block_size; padding is
-        -1."""
-        self._device.compute.submit(
-            "compute_slot_mappings",
-            lambda: compute_slot_mappings(
-                idx_mapping, query_start_loc, positions, self.block_table.gpu, self.block_size, self.slot_mapping,
-                num_tokens_padded, form=self._form,
-            ),
+        """Kernel 6, called on the stream: input_block_tables[i] = block_table[idx_mapping[i]]. idx_mapping i32 [r]."""
+        gather_block_tables(
+            idx_mapping, self.block_table.gpu, self.num_blocks.gpu, self.input_block_table, num_reqs_padded,
+            form=self._form,
         )  # fmt: skip
 
-    def host_row(self, row: int, table: np.ndarray) -> tuple[int, ...]:
-        """The used prefix of a row of a fetched `table`."""
-        return tuple(int(b) for b in table[row, : self.num_blocks.np[row]])
+    def compute_slots(
+        self,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens_padded: int,
+    ) -> None:
+        """Kernel 7, called on the stream: slot = table[row, pos // block_size] * block_size + pos % block_size; padding
+        is -1. idx_mapping i32 [r], query_start_loc i32 [>= r + 1], positions i64 [T]."""
+        compute_slot_mappings(
+            idx_mapping, query_start_loc, positions, self.block_table.gpu, self.block_size, self.slot_mapping,
+            num_tokens_padded, form=self._form,
+        )  # fmt: skip

@@ -1,8 +1,7 @@
 """How runner V2's host changes device state without a barrier: UVA-backed tensors and staged writes.
 
-Nothing the host writes is read by a step in flight: a UVA-backed tensor publishes a snapshot into the next buffer of
-a ring that is as deep as the steps in flight, and a staged write travels in fresh copies. Memory mapped into the
-device (UVA) is CUDA's; on a CPU a buffer is just a tensor.
+Nothing the host writes is read by a step in flight: a UVA-backed tensor publishes a snapshot through the next buffer
+of a ring that is as deep as the steps in flight, and a staged write travels in fresh copies.
 """
 
 from __future__ import annotations
@@ -18,36 +17,46 @@ from ..device import Device
 
 
 class UvaBackedTensor:
-    """A small table whose truth is `np` on the host; `gpu` is the device's view of the last published snapshot.
+    """A small table whose truth is `np` on the host; `gpu` is the device's copy of the last published snapshot.
 
-    `publish` may run once a step at the most, or the ring would overtake a step in flight, and it changes `gpu`: never
-    capture that address in a graph.
+    `publish` may run once a step at the most, or the ring would overtake a step in flight. vLLM lets the device read
+    the ring's pinned memory itself (UVA) and so changes the address with each snapshot; here the stream copies the
+    snapshot to an address that stays, which a captured graph may hold.
     """
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, ring_depth: int) -> None:
         buffers = [device.empty_host(shape, dtype) for _ in range(ring_depth)]
         self._ring = [(buffer, buffer.numpy()) for buffer in buffers]
-        # A pinned host tensor is addressable from the device; torch shows it there only as a copy, so on CUDA the
-        # snapshot is moved by a copy that reads the pinned buffer on the stream.
-        self._device = device
         self._next = 0
         self._dirty = False
         self.np: np.ndarray = np.zeros(shape, dtype=self._ring[0][1].dtype)
-        self.gpu: torch.Tensor = device.to_device(self.np)
+        self.gpu = device.zeros(*shape, dtype=dtype)
 
     def set(self, row: int, value: object) -> None:
         self.np[row] = value
         self._dirty = True
 
-    def publish(self) -> None:
-        """Makes the host's values the device's, in stream order; does nothing if none changed."""
+    def next_snapshot(self) -> torch.Tensor | None:
+        """The host's values in the next buffer of the ring; None if nothing has changed."""
         if not self._dirty:
-            return
+            return None
         self._dirty = False
         buffer, buffer_np = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
         np.copyto(buffer_np, self.np)
-        self.gpu = self._device.upload(buffer)
+        return buffer
+
+
+def publish(device: Device, name: str, *tables: UvaBackedTensor) -> None:
+    """Makes the host's values of `tables` the device's, in stream order, in one piece of work called `name`."""
+    changed = [(table.gpu, snapshot) for table in tables if (snapshot := table.next_snapshot()) is not None]
+    if changed:
+        device.compute.submit(name, _copy_all, changed)
+
+
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 class StagedWriteTensor:

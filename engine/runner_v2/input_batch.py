@@ -22,11 +22,10 @@ class InputBuffers:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """r requests and t tokens of one step, decodes first; l = r logits rows. Everything `_np` is the host's."""
+    """r requests and t tokens of one step, decodes first; the host's side of it."""
 
     req_ids: tuple[str, ...]
     # [r] i32: batch position -> state row
-    idx_mapping: torch.Tensor
     idx_mapping_np: np.ndarray
     # [r] i32
     num_scheduled_tokens: np.ndarray
@@ -41,8 +40,6 @@ class InputBatch:
     num_reqs_padded: int
     num_decodes: int
     has_prefill: bool
-    # [r + 1] i32: logits rows of a request
-    cu_num_logits: torch.Tensor
 
     @property
     def num_reqs(self) -> int:

@@ -8,22 +8,17 @@ table (ARCHITECTURE.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from kernels import (
-    combine_sampled_and_draft_tokens,
-    get_num_sampled_and_rejected,
-    post_update,
-    prepare_pos_seq_lens,
-    prepare_prefill_inputs,
-)
-
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..device import Device
+from ..device import CudaStream, Device
+from ..graphs import GraphPool
 from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
@@ -31,9 +26,10 @@ from ..sched_output import NewRequestData, SchedulerOutput
 from .async_output import AsyncOutput
 from .block_tables import BlockTables
 from .input_batch import InputBatch, InputBuffers, choose_descriptor
-from .sample import Sampler
+from .sample import Sampler, SamplerPlan
 from .sample.states import SamplingStates
 from .states import RequestState
+from .step_work import StepWork
 
 STEPS_IN_FLIGHT = 2
 
@@ -47,22 +43,21 @@ MADE_BY = {
 }
 
 
-@dataclass
-class DeviceValues:
-    """What a step computes on the device. Written and read by submitted work only."""
-
-    logits_indices: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    output: dict[str, torch.Tensor] = field(default_factory=dict)
+GREEDY = SamplerPlan(all_greedy=True)
+FILTERED = SamplerPlan(use_min_p=True, use_top_k=True, use_top_p=True)
+CAPTURED_PLANS = (GREEDY, FILTERED)
+"""What a captured step may sample with: FILTERED serves every batch without min_tokens and logprobs."""
 
 
 @dataclass(frozen=True)
 class ExecuteModelState:
-    """What `execute_model` leaves for `sample_tokens`."""
+    """What `execute_model` leaves for `sample_tokens`. `graph` is the key of the captured step that does all the
+    work."""
 
     batch: InputBatch
-    metadata: AttentionMetadata
-    values: DeviceValues
+    work: StepWork
+    plan: SamplerPlan
+    graph: tuple[int, SamplerPlan] | None
 
 
 class ModelRunnerV2:
@@ -102,11 +97,42 @@ class ModelRunnerV2:
             device, rows, self.model.config.vocab_size, config.seed, STEPS_IN_FLIGHT, form
         )
         self.sampler = Sampler(self.sampling_states, form)
-        # cu_num_logits without drafts: one row a request, so a prefix of 0..R.
-        self._arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
+        self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
+        # A captured step reads its index from here. i32 [R]
+        self.idx_mapping = device.zeros(rows, dtype=torch.int32)
+        self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None
-        self.last_values: DeviceValues | None = None
+        self.last_work: StepWork | None = None
         self._state: ExecuteModelState | None = None
+        self._graph_work: dict[int, StepWork] = {}
+        self.capture()
+
+    def capture(self) -> None:
+        """Captures the whole decode step at each of the configured sizes; does nothing on a CPU or with
+        enforce_eager."""
+        if self.graphs is None or self.config.enforce_eager:
+            return
+        for size in sorted(self.config.cudagraph_capture_sizes, reverse=True):
+            if size > min(self.max_num_reqs, self.max_num_tokens):
+                continue
+            self._graph_work[size] = work = self._padding_work(size)
+            for plan in CAPTURED_PLANS:
+                self.graphs.capture((size, plan), partial(partial, work.decode_step, plan))
+        self.device.drain()
+
+    def _padding_work(self, size: int) -> StepWork:
+        """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
+        self.idx_mapping.fill_(self.req_states.padding_row)
+        self.input_buffers.query_start_loc.zero_()
+        metadata = self._attention_metadata(
+            num_reqs=size,
+            num_tokens=size,
+            num_tokens_padded=size,
+            query_start_loc_np=np.arange(size + 1, dtype=np.int32),
+            seq_lens_np=np.full(size, self.config.max_model_len, dtype=np.int32),
+            num_decodes=size,
+        )
+        return StepWork(self, self.idx_mapping[:size], size, size, metadata)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -161,33 +187,78 @@ class ModelRunnerV2:
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
         batch = self._make_batch(scheduler_output)
-        values = DeviceValues()
-        self._gather_inputs(batch, values)
-        self.block_tables.gather(batch.idx_mapping, batch.num_reqs_padded)  # 6
-        self.block_tables.compute_slots(
-            batch.idx_mapping, self.input_buffers.query_start_loc, self.input_buffers.positions, batch.num_tokens_padded
-        )  # 7
-        self._launched("gather_block_tables", "compute_slot_mappings")
-        metadata = self.model_state.prepare_attn(
-            num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            num_tokens_padded=batch.num_tokens_padded,
-            query_start_loc=self.input_buffers.query_start_loc,
-            query_start_loc_np=batch.query_start_loc_np,
-            seq_lens=self.input_buffers.seq_lens,
-            seq_lens_np=batch.seq_lens_np,
-            block_table=self.block_tables.input_block_table,
-            slot_mapping=self.block_tables.slot_mapping[: batch.num_tokens_padded],
-            num_decodes=batch.num_decodes,
-        )
-        self._state = ExecuteModelState(batch, metadata, values)
-        self.last_batch, self.last_values = batch, values
+        plan = self.sampler.plan(batch.idx_mapping_np)
+        graph = self._captured(batch, plan)
+        submit = self.device.compute.submit
+        copy_query_start_loc = self.input_buffers.query_start_loc.copy_
+        submit("query_start_loc", copy_query_start_loc, self.device.to_device(batch.query_start_loc_np))
+        if graph is not None:
+            work = self._graph_work[graph[0]]
+            padded = np.full(graph[0], self.req_states.padding_row, dtype=np.int32)
+            padded[: batch.num_reqs] = batch.idx_mapping_np
+            submit("idx_mapping", self.idx_mapping[: graph[0]].copy_, self.device.to_device(padded))
+        else:
+            work = self._eager_work(batch)
+            if batch.has_prefill:
+                self._submit(work.prepare_prefill_inputs)  # 2
+            self._submit(work.prepare_pos_seq_lens)  # 3
+            self._submit(work.combine_sampled_and_draft_tokens)  # 4
+            self._submit(work.gather_block_tables)  # 6
+            self._submit(work.compute_slot_mappings)  # 7
+        self._state = ExecuteModelState(batch, work, plan, graph)
+        self.last_batch, self.last_work = batch, work
         if self.hooks.active:
             rows = tuple(int(row) for row in batch.idx_mapping_np)
             self.hooks.emit(BlockTableGathered(*self.hooks.stamp(), rows))
             self.hooks.emit(
                 InputsPrepared(*self.hooks.stamp(), batch.num_reqs, batch.num_tokens, batch.num_tokens_padded, MADE_BY)
             )
+
+    def _captured(self, batch: InputBatch, plan: SamplerPlan) -> tuple[int, SamplerPlan] | None:
+        """The captured step that can do this batch's work, if there is one."""
+        if self.graphs is None or batch.has_prefill or batch.num_tokens != batch.num_reqs:
+            return None
+        if plan != GREEDY:
+            if plan.use_min_tokens or plan.num_logprobs >= 0:
+                return None
+            plan = FILTERED
+        key = (batch.num_reqs_padded, plan)
+        return key if key in self.graphs else None
+
+    def _eager_work(self, batch: InputBatch) -> StepWork:
+        metadata = self._attention_metadata(
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            num_tokens_padded=batch.num_tokens_padded,
+            query_start_loc_np=batch.query_start_loc_np,
+            seq_lens_np=batch.seq_lens_np,
+            num_decodes=batch.num_decodes,
+        )
+        idx_mapping = self.device.to_device(batch.idx_mapping_np)
+        return StepWork(self, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
+
+    def _attention_metadata(
+        self,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        num_tokens_padded: int,
+        query_start_loc_np: np.ndarray,
+        seq_lens_np: np.ndarray,
+        num_decodes: int,
+    ) -> AttentionMetadata:
+        return self.model_state.prepare_attn(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_tokens_padded=num_tokens_padded,
+            query_start_loc=self.input_buffers.query_start_loc,
+            query_start_loc_np=query_start_loc_np,
+            seq_lens=self.input_buffers.seq_lens,
+            seq_lens_np=seq_lens_np,
+            block_table=self.block_tables.input_block_table,
+            slot_mapping=self.block_tables.slot_mapping[:num_tokens_padded],
+            num_decodes=num_decodes,
+        )
 
     def _make_batch(self, scheduler_output: SchedulerOutput) -> InputBatch:
         """The step's index, from the host's numpy mirrors alone. Sorted by scheduled tokens, so decodes come first."""
@@ -208,7 +279,6 @@ class ModelRunnerV2:
         seq_lens = computed + counts
         return InputBatch(
             req_ids=req_ids,
-            idx_mapping=self.device.to_device(rows),
             idx_mapping_np=rows,
             num_scheduled_tokens=counts,
             query_start_loc_np=query_start_loc,
@@ -219,105 +289,42 @@ class ModelRunnerV2:
             num_reqs_padded=size.num_reqs,
             num_decodes=int((counts == 1).sum()),
             has_prefill=bool((computed < prefill_len).any()),
-            cu_num_logits=self._arange[: num_reqs + 1],
         )
-
-    def _gather_inputs(self, batch: InputBatch, values: DeviceValues) -> None:
-        """Kernels 2, 3 and 4: the flat input of the model, from the state table."""
-        compute, states, buffers = self.device.compute, self.req_states, self.input_buffers
-        # Bound now: publishing in a later step gives these tables another snapshot.
-        prefill_len = states.prefill_len.gpu
-        compute.submit(
-            "query_start_loc", buffers.query_start_loc.copy_, self.device.to_device(batch.query_start_loc_np)
-        )
-        if batch.has_prefill:
-            compute.submit(
-                "prepare_prefill_inputs",
-                lambda: prepare_prefill_inputs(
-                    buffers.input_ids, states.next_prefill_tokens, batch.idx_mapping, buffers.query_start_loc,
-                    states.all_token_ids.gpu, prefill_len, states.num_computed_tokens.gpu, form=self.form,
-                ),
-            )  # fmt: skip
-            self._launched("prepare_prefill_inputs")
-        compute.submit(
-            "prepare_pos_seq_lens",
-            lambda: prepare_pos_seq_lens(
-                batch.idx_mapping, buffers.query_start_loc, states.num_computed_tokens.gpu, buffers.positions,
-                buffers.seq_lens, form=self.form,
-            ),
-        )  # fmt: skip
-
-        def combine() -> None:
-            values.logits_indices = combine_sampled_and_draft_tokens(
-                buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, buffers.query_start_loc,
-                buffers.seq_lens, prefill_len, states.draft_tokens, batch.cu_num_logits, batch.num_reqs, form=self.form,
-            )  # fmt: skip
-
-        compute.submit("combine_sampled_and_draft_tokens", combine)
-        self._launched("prepare_pos_seq_lens", "combine_sampled_and_draft_tokens")
 
     def forward(self) -> None:
         assert self._state is not None, "forward: prepare_inputs comes first"
-        batch, metadata, values = self._state.batch, self._state.metadata, self._state.values
-        padded = batch.num_tokens_padded
-        inputs = self.model_state.prepare_inputs(
-            self.input_buffers.input_ids[:padded], self.input_buffers.positions[:padded]
-        )
+        work, graph, graphs = self._state.work, self._state.graph, self.graphs
+        if graph is None or graphs is None:
+            self._submit(work.forward)
+            return
 
-        def run() -> None:
-            values.hidden = self.model(**inputs, metadata=metadata, kv_cache=self.kv_cache)
+        def replay() -> None:
+            output = graphs.replay(graph)
+            # The next replay overwrites the graph's own output, perhaps before the copy stream has read it.
+            work.output = {name: tensor.clone() for name, tensor in output.items()}
 
-        self.device.compute.submit("forward", run)
-        self._launched("forward")
+        self.device.compute.submit(f"graph of {graph[0]}", replay)
+        self._launched(f"graph of {graph[0]}")
 
     def sample_tokens(self) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
         assert self._state is not None, "sample_tokens: execute_model comes first"
-        batch, values = self._state.batch, self._state.values
+        batch, work, plan, graph = self._state.batch, self._state.work, self._state.plan, self._state.graph
         self._state = None
-        plan = self.sampler.plan(batch.idx_mapping_np)
-        buffers, states = self.input_buffers, self.req_states
-        prefill_len = states.prefill_len.gpu
-
-        def sample() -> None:
-            assert values.hidden is not None and values.logits_indices is not None
-            logits = self.model.compute_logits(values.hidden[values.logits_indices])
-            # The token to be sampled stands one behind the token that the logits are of.
-            positions = buffers.positions[values.logits_indices] + 1
-            output = plan(logits, batch.idx_mapping, positions)
-            num_sampled = torch.ones(batch.num_reqs, dtype=torch.int32, device=logits.device)
-            values.output = {"sampled": output.sampled, "num_sampled": num_sampled}
-            if output.logprobs is not None:
-                values.output |= output.logprobs.as_dict()
-            values.hidden = None
-
-        num_rejected: list[torch.Tensor] = []
-
-        def count() -> None:
-            num_rejected.append(
-                get_num_sampled_and_rejected(
-                    values.output["num_sampled"], buffers.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_len,
-                    form=self.form,
-                )
-            )  # fmt: skip
-
-        def update() -> None:
-            post_update(
-                batch.idx_mapping, states.num_computed_tokens.gpu, states.last_sampled_tokens, states.total_len.gpu,
-                states.all_token_ids.gpu, values.output["sampled"], values.output["num_sampled"], num_rejected[0],
-                buffers.query_start_loc, form=self.form,
-            )  # fmt: skip
-
-        compute = self.device.compute
-        compute.submit("sample", sample)
-        compute.submit("get_num_sampled_and_rejected", count)  # 9
+        if graph is None:
+            self._submit(work.sample, plan)
+            self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
-        output = AsyncOutput(
-            self.device, batch.req_ids, self.sampling_states.num_logprobs[batch.idx_mapping_np], lambda: values.output
-        )
-        compute.submit("post_update", update)  # 10
-        self._launched("gumbel_sample", "get_num_sampled_and_rejected", "post_update")
+        num_logprobs = self.sampling_states.num_logprobs[batch.idx_mapping_np]
+        output = AsyncOutput(self.device, batch.req_ids, num_logprobs, lambda: work.output)
+        if graph is None:
+            self._submit(work.post_update)  # 10
         return output
+
+    def _submit(self, work: Callable[..., None], *args: object) -> None:
+        name = work.__name__
+        self.device.compute.submit(name, work, *args)
+        self._launched(name)
 
     def _launched(self, *names: str) -> None:
         if self.hooks.active:

@@ -11,12 +11,16 @@ import torch
 
 from ..device import Device
 from ..sched_output import NewRequestData
-from .buffers import StagedWriteTensor, UvaBackedTensor
+from .buffers import StagedWriteTensor, UvaBackedTensor, publish
 
 
 class RequestState:
     def __init__(self, device: Device, max_num_reqs: int, max_model_len: int, ring_depth: int, form: str) -> None:
         self.max_num_reqs = max_num_reqs
+        self._device = device
+        # One row more than requests: it belongs to nobody, and the padding of a captured batch reads and writes it.
+        self.padding_row = max_num_reqs
+        rows = max_num_reqs + 1
         self.req_id_to_index: dict[str, int] = {}
         self.index_to_req_id: dict[int, str] = {}
         self.free_indices = list(range(max_num_reqs - 1, -1, -1))
@@ -25,19 +29,19 @@ class RequestState:
             return StagedWriteTensor(device, shape, torch.int32, form)
 
         # [R, L] i32
-        self.all_token_ids = staged(max_num_reqs, max_model_len)
+        self.all_token_ids = staged(rows, max_model_len)
         # [R] i32; prefill_len >= prompt_len, and they differ after a preemption
-        self.prompt_len = UvaBackedTensor(device, (max_num_reqs,), torch.int32, ring_depth)
-        self.prefill_len = UvaBackedTensor(device, (max_num_reqs,), torch.int32, ring_depth)
+        self.prompt_len = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
+        self.prefill_len = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
         # [R] i32, prompt + outputs so far
-        self.total_len = staged(max_num_reqs)
+        self.total_len = staged(rows)
         # [R] i32: the truth is the device's; the host has an upper bound
-        self.num_computed_tokens = staged(max_num_reqs)
-        self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self.num_computed_tokens = staged(rows)
+        self.num_computed_tokens_np = np.zeros(rows, dtype=np.int32)
         # [R, 1] i64, [R, max(N, 1)] i64, [R] i32
-        self.last_sampled_tokens = device.zeros(max_num_reqs, 1, dtype=torch.int64)
-        self.draft_tokens = device.zeros(max_num_reqs, 1, dtype=torch.int64)
-        self.next_prefill_tokens = device.zeros(max_num_reqs, dtype=torch.int32)
+        self.last_sampled_tokens = device.zeros(rows, 1, dtype=torch.int64)
+        self.draft_tokens = device.zeros(rows, 1, dtype=torch.int64)
+        self.next_prefill_tokens = device.zeros(rows, dtype=torch.int32)
 
     def add_request(self, new: NewRequestData) -> int:
         """Takes a free row for `new`, stages its values, and returns the row."""
@@ -63,8 +67,7 @@ class RequestState:
 
     def apply_staged_writes(self) -> list[str]:
         """Sends what `add_request` staged; returns the names of the launches."""
-        self.prompt_len.publish()
-        self.prefill_len.publish()
+        publish(self._device, "publish lengths", self.prompt_len, self.prefill_len)
         tables = {
             "write all_token_ids": self.all_token_ids,
             "write total_len": self.total_len,

@@ -21,7 +21,7 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
         runner.input_buffers,
     )
     owners = dict(states.index_to_req_id)
-    batch, values = runner.last_batch, runner.last_values
+    batch, work = runner.last_batch, runner.last_work
     host = {
         "prompt_len": states.prompt_len.np.copy(),
         "prefill_len": states.prefill_len.np.copy(),
@@ -41,7 +41,7 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
             "last_sampled_token": states.last_sampled_tokens[:, 0],
             "block_table": tables.block_table.gpu,
         }
-        if batch is not None and values is not None and values.logits_indices is not None:
+        if batch is not None and work is not None and work.logits_indices is not None:
             tensors |= {
                 "input_ids": buffers.input_ids[:padded],
                 "positions": buffers.positions[:padded],
@@ -49,7 +49,7 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
                 "seq_lens": buffers.seq_lens[: batch.num_reqs_padded],
                 "slot_mapping": tables.slot_mapping[:padded],
                 "gathered": tables.input_block_table[: batch.num_reqs_padded],
-                "logits_indices": values.logits_indices,
+                "logits_indices": work.logits_indices[: batch.num_reqs],
             }
         return tensors
 

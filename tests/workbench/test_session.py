@@ -347,6 +347,8 @@ def test_bad_prompts_are_named(prompts: object, error: str) -> None:
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="possible are 'v1', 'v2', 'both'"):
         tiny_session(runners="v3")
+    with pytest.raises(ConfigError, match="use_v2_model_runner is the session's to choose; give runners='v1' or 'v2'"):
+        tiny_session(use_v2_model_runner=False)
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         tiny_session([prompt(1, 2)], sampling_params=[GREEDY, GREEDY])
     session = tiny_session()

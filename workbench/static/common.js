@@ -55,16 +55,18 @@ function keepFocus(root, focused) {
   (twin ?? root.closest(".rs-dashboard"))?.focus({ preventScroll: true });
 }
 
+/** While a command of the bar is at work the dashboard says so, and its views hold back what they have drawn. */
+const waiting = (node) => node.closest("[data-rs-waiting]") !== null;
+
 /**
- * `callback` once before a frame, however often the returned function is called. While a command of the bar is at work the
- * dashboard around `node` says data-rs-waiting; then the frame after it is taken, so that all views change at once and the page
- * is laid out once. Without frames, outside a browser, at once.
+ * `callback` once before a frame, however often the returned function is called, and not while a command is at work: all views
+ * change at once, and the page is laid out once. Without frames, outside a browser, at once.
  */
 function eachFrame(node, callback) {
   if (!globalThis.requestAnimationFrame) return Object.assign(() => callback(), { cancel() {} });
   let frame = 0;
   const call = () => {
-    frame = node.closest("[data-rs-waiting]") ? requestAnimationFrame(call) : 0;
+    frame = waiting(node) ? requestAnimationFrame(call) : 0;
     if (!frame) callback();
   };
   return Object.assign(() => void (frame ||= requestAnimationFrame(call)), { cancel: () => cancelAnimationFrame(frame) });
@@ -73,19 +75,23 @@ function eachFrame(node, callback) {
 /**
  * The life of a view: `draw(model)` returns the nodes for a view model; it is called now and at each change. A request that is
  * hovered or focused here is set as `selected`, and the selected one is marked. Returns the cleanup, which drops every listener.
+ * With `early`, nodes are made while the kernel still works on the other views; a `draw` that moves nodes on the page can't be.
  */
-export function mount({ model, el: parent }, name, draw) {
+export function mount({ model, el: parent }, name, draw, { early = true } = {}) {
   const root = el("div", { class: `rs-view rs-${name}` });
   parent.appendChild(root);
   const showSelection = () => mark(root, model.get("selected"));
   // Out of sight (see content-visibility in common.css) nothing is drawn; the newest model is, once it comes into sight.
   let skipped = false;
   let stale = false;
-  const redraw = () => {
+  let made = null;
+  const make = () => [draw(unpack(model.get("model")))].flat(Infinity).filter(Boolean);
+  const show = () => {
     stale = skipped;
     if (skipped) return;
     const focused = root.contains(document.activeElement) ? document.activeElement : null;
-    root.replaceChildren(...[draw(unpack(model.get("model")))].flat(Infinity).filter(Boolean));
+    root.replaceChildren(...(made ?? make()));
+    made = null;
     if (model.get("selected")) showSelection();
     if (focused) keepFocus(root, focused);
   };
@@ -102,19 +108,23 @@ export function mount({ model, el: parent }, name, draw) {
   const sight = (event) => {
     if (event.target !== root) return;
     skipped = event.skipped;
-    if (stale) redraw();
+    if (stale) show();
   };
   const listeners = [
     ["pointerover", enter], ["focusin", enter], ["pointerleave", leave], ["focusout", leave],
     ["contentvisibilityautostatechange", sight],
   ];
   for (const [event, listener] of listeners) root.addEventListener(event, listener);
-  const changed = eachFrame(root, redraw);
+  const showSoon = eachFrame(root, show);
+  const changed = () => {
+    made = early && !skipped && waiting(root) ? make() : null;
+    showSoon();
+  };
   model.on("change:model", changed);
   model.on("change:selected", showSelection);
-  redraw();
+  show();
   return () => {
-    changed.cancel();
+    showSoon.cancel();
     model.off("change:model", changed);
     model.off("change:selected", showSelection);
     for (const [event, listener] of listeners) root.removeEventListener(event, listener);

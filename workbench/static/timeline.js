@@ -298,7 +298,7 @@ function same(a, b) {
 export default {
   render(context) {
     const timeline = new Timeline();
-    const unmount = mount(context, "timeline", (model) => timeline.show(model));
+    const unmount = mount(context, "timeline", (model) => timeline.show(model), { early: false });
     return () => {
       timeline.drop();
       unmount();

@@ -1,5 +1,5 @@
 """Runner V2's sampler."""
 
-from .sampler import Sampler
+from .sampler import Sampler, SamplerPlan
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "SamplerPlan"]

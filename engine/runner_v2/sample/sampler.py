@@ -6,7 +6,6 @@ which no request uses it, which the host knows from numpy mirrors; the device is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,16 @@ class SamplerOutput:
     logprobs: LogprobsTensors | None
 
 
-Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], SamplerOutput]
+@dataclass(frozen=True)
+class SamplerPlan:
+    """What a batch needs of the sampler, as the host knows it from its mirrors."""
+
+    all_greedy: bool = False
+    use_min_p: bool = False
+    use_top_k: bool = False
+    use_top_p: bool = False
+    use_min_tokens: bool = False
+    num_logprobs: int = NO_LOGPROBS
 
 
 class Sampler:
@@ -35,41 +43,43 @@ class Sampler:
         self.states = states
         self._form = form
 
-    def plan(self, idx_mapping_np: np.ndarray) -> Sample:
-        """What to do for this batch, decided on the host now; call the result on the stream.
-
-        The result takes logits f32 [l, V], idx_mapping i32 [l] and positions i64 [l] of the tokens to be sampled.
-        """
+    def plan(self, rows: np.ndarray) -> SamplerPlan:
+        """For the batch of these state rows, i32 [r]. Decided on the host; the device is never asked."""
         states = self.states
-        rows = idx_mapping_np
         all_greedy = bool((states.temperature.np[rows] == 0).all())
-        use_min_p = not all_greedy and bool((states.min_p.np[rows] > 0).any())
-        use_top_k = not all_greedy and bool((states.top_k.np[rows] < states.vocab_size).any())
-        use_top_p = not all_greedy and bool((states.top_p.np[rows] < 1).any())
-        use_min_tokens = bool((states.min_len.np[rows] > 0).any())
-        num_logprobs = int(states.num_logprobs[rows].max(initial=NO_LOGPROBS))
-        # The snapshots of this step: a later publish changes `.gpu`, and this step must not see it.
-        temperature, seeds = states.temperature.gpu, states.seeds.gpu
-        top_k, top_p, min_p = states.top_k.gpu, states.top_p.gpu, states.min_p.gpu
-        min_len, stop_ids = states.min_len.gpu, states.stop_ids.gpu
+        return SamplerPlan(
+            all_greedy=all_greedy,
+            use_min_p=not all_greedy and bool((states.min_p.np[rows] > 0).any()),
+            use_top_k=not all_greedy and bool((states.top_k.np[rows] < states.vocab_size).any()),
+            use_top_p=not all_greedy and bool((states.top_p.np[rows] < 1).any()),
+            use_min_tokens=bool((states.min_len.np[rows] > 0).any()),
+            num_logprobs=int(states.num_logprobs[rows].max(initial=NO_LOGPROBS)),
+        )
 
-        def sample(logits: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor) -> SamplerOutput:
-            index = idx_mapping.long()
-            raw = logits
-            if use_min_tokens:
-                logits = mask_stop_ids(logits.clone(), stop_ids[index], positions < min_len[index])
-            if not all_greedy:
-                t = temperature[index].unsqueeze(1)
-                logits = logits / torch.where(t == 0, torch.ones_like(t), t)
-            if use_min_p:
-                apply_min_p(logits, min_p[index])
-            if use_top_k or use_top_p:
-                apply_top_k_top_p(logits, top_k[index] if use_top_k else None, top_p[index] if use_top_p else None)
-            sampled = gumbel_sample(
-                logits, idx_mapping, temperature, seeds, positions,
-                purpose=Purpose.SAMPLE, all_greedy=all_greedy, form=self._form,
-            )  # fmt: skip
-            logprobs = compute_logprobs(raw, sampled, num_logprobs) if num_logprobs != NO_LOGPROBS else None
-            return SamplerOutput(sampled.unsqueeze(1), logprobs)
-
-        return sample
+    def sample(
+        self, plan: SamplerPlan, logits: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor
+    ) -> SamplerOutput:
+        """Called on the stream. logits f32 [l, V] (changed in place), idx_mapping i32 [l], positions i64 [l] of the
+        tokens to be sampled."""
+        states = self.states
+        index = idx_mapping.long()
+        raw = logits
+        if plan.use_min_tokens:
+            active = positions < states.min_len.gpu[index]
+            logits = mask_stop_ids(logits.clone(), states.stop_ids.gpu[index], active)
+        if not plan.all_greedy:
+            t = states.temperature.gpu[index].unsqueeze(1)
+            logits = logits / torch.where(t == 0, torch.ones_like(t), t)
+        if plan.use_min_p:
+            apply_min_p(logits, states.min_p.gpu[index])
+        if plan.use_top_k or plan.use_top_p:
+            top_k = states.top_k.gpu[index] if plan.use_top_k else None
+            top_p = states.top_p.gpu[index] if plan.use_top_p else None
+            apply_top_k_top_p(logits, top_k, top_p)
+        sampled = gumbel_sample(
+            logits, idx_mapping, states.temperature.gpu, states.seeds.gpu, positions,
+            purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy, form=self._form,
+        )  # fmt: skip
+        wanted = plan.num_logprobs != NO_LOGPROBS
+        logprobs = compute_logprobs(raw, sampled, plan.num_logprobs) if wanted else None
+        return SamplerOutput(sampled.unsqueeze(1), logprobs)

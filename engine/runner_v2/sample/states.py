@@ -7,7 +7,7 @@ import torch
 
 from ...device import Device
 from ...request import SamplingParams
-from ..buffers import StagedWriteTensor, UvaBackedTensor
+from ..buffers import StagedWriteTensor, UvaBackedTensor, publish
 
 MAX_STOP_IDS = 128
 NO_LOGPROBS = -1
@@ -27,9 +27,10 @@ class SamplingStates:
         self, device: Device, max_num_reqs: int, vocab_size: int, engine_seed: int, ring_depth: int, form: str
     ) -> None:
         def uva(dtype: torch.dtype) -> UvaBackedTensor:
-            return UvaBackedTensor(device, (max_num_reqs,), dtype, ring_depth)
+            return UvaBackedTensor(device, (max_num_reqs + 1,), dtype, ring_depth)
 
         self.vocab_size = vocab_size
+        self._device = device
         self.engine_seed = engine_seed
         self.temperature = uva(torch.float32)
         self.top_p = uva(torch.float32)
@@ -38,7 +39,7 @@ class SamplingStates:
         self.seeds = uva(torch.int64)
         # Position below which the stop ids are forbidden: prompt_len + min_tokens
         self.min_len = uva(torch.int32)
-        self.stop_ids = StagedWriteTensor(device, (max_num_reqs, MAX_STOP_IDS), torch.int64, form)
+        self.stop_ids = StagedWriteTensor(device, (max_num_reqs + 1, MAX_STOP_IDS), torch.int64, form)
         self.num_logprobs = np.full(max_num_reqs, NO_LOGPROBS, dtype=np.int32)
 
     def add_request(
@@ -58,6 +59,14 @@ class SamplingStates:
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
 
     def apply_staged_writes(self) -> bool:
-        for table in (self.temperature, self.top_p, self.top_k, self.min_p, self.seeds, self.min_len):
-            table.publish()
+        publish(
+            self._device,
+            "publish sampling",
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.seeds,
+            self.min_len,
+        )
         return self.stop_ids.apply("write stop_token_ids")

@@ -68,7 +68,9 @@ def check_against_transformers(path: Path, model: Any) -> None:
         ("qwen3", {"head_dim": 32}),
     ],
 )
-def test_families_equal_the_model_the_file_was_made_from(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_families_equal_the_model_the_file_was_made_from(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     model = reference(model_type, **fields)
     path = write_gguf(tmp_path / "m.gguf", model)
     for name, tensor in read_checkpoint(path).tensors():
@@ -197,12 +199,9 @@ def test_an_unsupported_type_lists_the_supported_ones(tmp_path: Path) -> None:
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     model = reference()
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        model,
-        drop="blk.1.ffn_down.weight",
-        tensors={"blk.1.ffn_down.weight": np.zeros((256, 255), np.float32), "blk.0.extra.weight": np.zeros(3, np.float32)},
-    )
+    down, extra = np.zeros((256, 255), np.float32), np.zeros(3, np.float32)
+    tensors = {"blk.1.ffn_down.weight": down, "blk.0.extra.weight": extra}
+    path = write_gguf(tmp_path / "m.gguf", model, drop="blk.1.ffn_down.weight", tensors=tensors)
     with pytest.raises(CheckpointError) as error:
         load_model(path, dtype=torch.float32, device=CPU)
     assert "blk.0.extra.weight is not part of llama" in str(error.value)

@@ -1,0 +1,140 @@
+"""The device's work in one step of runner V2, a method for each launch.
+
+The runner submits these methods one after the other; a captured step is the same methods in the same order.
+Everything is read from buffers whose addresses never change, apart from the small index of the step. The number in a
+comment is the kernel's in vLLM's table (ARCHITECTURE.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import (
+    combine_sampled_and_draft_tokens,
+    get_num_sampled_and_rejected,
+    post_update,
+    prepare_pos_seq_lens,
+    prepare_prefill_inputs,
+)
+
+from ..attention import AttentionMetadata
+from .sample import SamplerPlan
+
+if TYPE_CHECKING:
+    from .runner import ModelRunnerV2
+
+
+class StepWork:
+    """r requests in the step's index, t tokens with padding; l = r logits rows.
+
+    Args:
+        idx_mapping: i32 [r], batch position -> state row.
+        num_reqs_padded: >= r, rows of the gathered block table that are made.
+        num_tokens_padded: >= t, tokens that the model runs over.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunnerV2,
+        idx_mapping: torch.Tensor,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+        metadata: AttentionMetadata,
+    ) -> None:
+        self._runner = runner
+        self._form = runner.form
+        self._buffers = runner.input_buffers
+        self._states = runner.req_states
+        self._tables = runner.block_tables
+        self.idx_mapping = idx_mapping
+        self.num_reqs_padded = num_reqs_padded
+        self.num_tokens_padded = num_tokens_padded
+        self.metadata = metadata
+        # cu_num_logits without drafts: one row a request, so a prefix of 0..R.
+        self.cu_num_logits = runner.arange[: idx_mapping.shape[0] + 1]
+        self.logits_indices: torch.Tensor | None = None
+        self.output: dict[str, torch.Tensor] = {}
+        self._hidden: torch.Tensor | None = None
+        self._num_rejected: torch.Tensor | None = None
+
+    def prepare_prefill_inputs(self) -> None:
+        """2: copies the prompts' tokens of this step into the flat input."""
+        prepare_prefill_inputs(
+            self._buffers.input_ids, self._states.next_prefill_tokens, self.idx_mapping, self._buffers.query_start_loc,
+            self._states.all_token_ids.gpu, self._states.prefill_len.gpu, self._states.num_computed_tokens.gpu,
+            form=self._form,
+        )  # fmt: skip
+
+    def prepare_pos_seq_lens(self) -> None:
+        """3: positions and sequence lengths from the computed counts."""
+        prepare_pos_seq_lens(
+            self.idx_mapping, self._buffers.query_start_loc, self._states.num_computed_tokens.gpu,
+            self._buffers.positions, self._buffers.seq_lens, form=self._form,
+        )  # fmt: skip
+
+    def combine_sampled_and_draft_tokens(self) -> None:
+        """4: puts each decode's last sampled token into the flat input; names the rows to compute logits of."""
+        self.logits_indices = combine_sampled_and_draft_tokens(
+            self._buffers.input_ids, self.idx_mapping, self._states.last_sampled_tokens, self._buffers.query_start_loc,
+            self._buffers.seq_lens, self._states.prefill_len.gpu, self._states.draft_tokens, self.cu_num_logits,
+            self.idx_mapping.shape[0], form=self._form,
+        )  # fmt: skip
+
+    def gather_block_tables(self) -> None:
+        """6."""
+        self._tables.gather(self.idx_mapping, self.num_reqs_padded)
+
+    def compute_slot_mappings(self) -> None:
+        """7."""
+        self._tables.compute_slots(
+            self.idx_mapping, self._buffers.query_start_loc, self._buffers.positions, self.num_tokens_padded
+        )
+
+    def forward(self) -> None:
+        """The model over the flat input."""
+        runner, t = self._runner, self.num_tokens_padded
+        inputs = runner.model_state.prepare_inputs(self._buffers.input_ids[:t], self._buffers.positions[:t])
+        self._hidden = runner.model(**inputs, metadata=self.metadata, kv_cache=runner.kv_cache)
+
+    def sample(self, plan: SamplerPlan) -> None:
+        """Logits of the rows that end a request's tokens, and a token for each."""
+        assert self._hidden is not None and self.logits_indices is not None
+        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
+        # The token to be sampled stands one behind the token that the logits are of.
+        positions = self._buffers.positions[self.logits_indices] + 1
+        output = self._runner.sampler.sample(plan, logits, self.idx_mapping, positions)
+        num_sampled = torch.ones(self.idx_mapping.shape[0], dtype=torch.int32, device=logits.device)
+        self.output = {"sampled": output.sampled, "num_sampled": num_sampled}
+        if output.logprobs is not None:
+            self.output |= output.logprobs.as_dict()
+        self._hidden = None
+
+    def get_num_sampled_and_rejected(self) -> None:
+        """9: a request still inside its prompt has sampled nothing."""
+        self._num_rejected = get_num_sampled_and_rejected(
+            self.output["num_sampled"], self._buffers.seq_lens, self.cu_num_logits, self.idx_mapping,
+            self._states.prefill_len.gpu, form=self._form,
+        )  # fmt: skip
+
+    def post_update(self) -> None:
+        """10: appends the tokens to the state table and advances the computed counts."""
+        assert self._num_rejected is not None
+        post_update(
+            self.idx_mapping, self._states.num_computed_tokens.gpu, self._states.last_sampled_tokens,
+            self._states.total_len.gpu, self._states.all_token_ids.gpu, self.output["sampled"],
+            self.output["num_sampled"], self._num_rejected, self._buffers.query_start_loc, form=self._form,
+        )  # fmt: skip
+
+    def decode_step(self, plan: SamplerPlan) -> dict[str, torch.Tensor]:
+        """A whole step without prompts, as one graph captures it; returns what the host wants of it."""
+        self.prepare_pos_seq_lens()
+        self.combine_sampled_and_draft_tokens()
+        self.gather_block_tables()
+        self.compute_slot_mappings()
+        self.forward()
+        self.sample(plan)
+        self.get_num_sampled_and_rejected()
+        self.post_update()
+        return self.output
