@@ -18,7 +18,7 @@ test: model           ## everything: unit, parity and browser tests, then the no
 check: $(STAMP)       ## lint, types, fast tests: under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q -m "not slow and not browser" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 -m "not slow and not browser" tests
 
 model: $(STAMP)       ## fetches the default model into the user's cache (93 MB, once)
 	$(BIN)/runnerscope model

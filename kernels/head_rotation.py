@@ -57,6 +57,32 @@ def rotate_heads(
 
 
 @triton.jit
+def rotation_factors(
+    # [D]
+    d,
+    inside,
+    # each None where there is nothing of the kind; the second points to cos_sin[position]
+    norm_ptr,
+    cos_sin_ptr,
+    HEAD_DIM: tl.constexpr,
+):
+    """What an element and its partner are multiplied by, norm weight and angle together; [D] f32 each."""
+    half: tl.constexpr = HEAD_DIM // 2
+    is_low = d < half
+    own = tl.full([d.shape[0]], 1.0, tl.float32)
+    cross = own
+    if norm_ptr is not None:
+        own = tl.load(norm_ptr + d, mask=inside, other=0.0).to(tl.float32)
+        cross = tl.load(norm_ptr + tl.where(is_low, d + half, d - half), mask=inside, other=0.0).to(tl.float32)
+    if cos_sin_ptr is not None:
+        angle_ptr = cos_sin_ptr + tl.where(is_low, d, d - half)
+        own *= tl.load(angle_ptr, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(angle_ptr + half, mask=inside, other=0.0).to(tl.float32)
+        cross *= tl.where(is_low, -sin, sin)
+    return own, cross
+
+
+@triton.jit
 def rotate_block(
     # pointers to the heads' first elements, [H, 1]
     head_ptr,
@@ -64,8 +90,10 @@ def rotate_block(
     # [D]
     d,
     d_inside,
+    # from rotation_factors
+    own,
+    cross,
     norm_ptr,
-    # pointer to cos_sin[position], or None
     cos_sin_ptr,
     eps,
     HEAD_DIM: tl.constexpr,
@@ -73,19 +101,11 @@ def rotate_block(
     """Load heads and apply norm and RoPE; [H, D] f32. Each element's partner is loaded too, rather than shuffled in."""
     mask = inside & d_inside[None, :]
     x = tl.load(head_ptr + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale = 1.0
-    if norm_ptr is not None:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x *= tl.load(norm_ptr + d, mask=d_inside, other=0.0).to(tl.float32)[None, :]
+    y = x * own[None, :]
     if cos_sin_ptr is not None:
         half: tl.constexpr = HEAD_DIM // 2
-        is_low = d < half
-        partner = tl.where(is_low, d + half, d - half)
-        y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-        if norm_ptr is not None:
-            y *= tl.load(norm_ptr + partner, mask=d_inside, other=0.0).to(tl.float32)[None, :]
-        angle = tl.where(is_low, d, d - half)
-        cos = tl.load(cos_sin_ptr + angle, mask=d_inside, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(cos_sin_ptr + half + angle, mask=d_inside, other=0.0).to(tl.float32)[None, :]
-        x = x * cos + y * tl.where(is_low[None, :], -sin, sin)
-    return x * scale
+        partner = tl.where(d < half, d + half, d - half)
+        y += tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32) * cross[None, :]
+    if norm_ptr is not None:
+        y *= 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+    return y

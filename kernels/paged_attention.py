@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention_forms import attend_loop, attend_torch
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.head_rotation import HeadRotation, rotate_block
+from kernels.head_rotation import HeadRotation, rotate_block, rotation_factors
 from kernels.store_kv import check_qkv, store_kv
 from kernels.triton_support import can_launch_early, launch, tl, triton
 
@@ -37,12 +37,14 @@ def decode_attention(
     counters: torch.Tensor | None = None,
     # [t, Hq * D]
     out: torch.Tensor | None = None,
+    start_early: bool = True,
     form: str = "auto",
 ) -> torch.Tensor:
     """Rotate q and k, store K and V in their slots and attend; returns `out` or a new [t, Hq * D].
 
     Rows without a request, those past r and those of seq_len 0, give zeros and touch no cache. qkv may be changed or not.
-    `max_seq_len` is an upper bound of seq_lens that only the torch form needs.
+    `max_seq_len` is an upper bound of seq_lens that only the torch form needs. With `start_early` the launch may start
+    before the kernel in front of it has ended: that one may write qkv, but nothing else that is read here.
 
     Raises:
         ValueError: a wrong dtype, shape or form.
@@ -72,7 +74,7 @@ def decode_attention(
                 if int(seq_lens[i]) > 0:
                     out[i] = attend_loop(q[i], kv_cache, block_table[i], int(seq_lens[i])).flatten()
         return out
-    _launch(qkv, kv_cache, block_table, seq_lens, slot_mapping, rotation, num_reqs, counters, out, form)
+    _launch(qkv, kv_cache, block_table, seq_lens, slot_mapping, rotation, num_reqs, counters, out, form, start_early)
     return out
 
 
@@ -87,6 +89,7 @@ def _launch(
     counters: torch.Tensor | None,
     out: torch.Tensor,
     form: str,
+    start_early: bool,
 ) -> None:
     num_rows, block_size, num_kv_heads, head_dim = qkv.shape[0], *kv_cache.shape[2:]
     group = qkv.shape[1] // head_dim // num_kv_heads - 2
@@ -101,6 +104,7 @@ def _launch(
         if counters is None:
             counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=qkv.device)
     block_n, num_warps, num_stages = _tile(splits)
+    early = start_early and can_launch_early(form, qkv)
     launch(
         _decode_attention_kernel,
         (num_kv_heads * splits, num_rows),
@@ -126,8 +130,8 @@ def _launch(
         form=form,
         num_warps=num_warps,
         num_stages=num_stages,
-        pdl=can_launch_early(form, qkv),
-        PDL=can_launch_early(form, qkv),
+        pdl=early,
+        PDL=early,
         UPCAST=form == "interpret",
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -193,46 +197,55 @@ def _decode_attention_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(0) // NUM_KV_HEADS
     row = tl.program_id(1).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     d_inside = d < HEAD_DIM
+    # Before the wait: whatever the kernel in front of this one does not write.
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_reqs, other=0)
+    slot = tl.load(slot_mapping_ptr + row)
+    table_ptr = cos_sin_ptr
+    if cos_sin_ptr is not None:
+        table_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * HEAD_DIM
+    q_own, q_cross = rotation_factors(d, d_inside, q_norm_ptr, table_ptr, HEAD_DIM)
+    k_own, k_cross = rotation_factors(d, d_inside, k_norm_ptr, table_ptr, HEAD_DIM)
+    # The cache holds all but this step's token, which split 0 adds itself.
+    cached = tl.maximum(seq_len - 1, 0)
+    part = tl.cdiv(tl.cdiv(cached, SPLITS), BLOCK_N) * BLOCK_N
+    begin = split * part
+    end = tl.minimum(begin + part, cached)
+    key_ptr = kv_cache_ptr + kv_head * HEAD_DIM
+    blocks_ptr = block_table_ptr + row * block_table_stride
+    if SPLITS > 1:
+        ptr, inside = _tile_pointers(key_ptr, blocks_ptr, begin, end, TOKEN, BLOCK_SIZE, BLOCK_N)
+        mask = inside[:, None] & d_inside[None, :]
+        first_k = tl.load(ptr + d[None, :], mask=mask, other=0.0)
+        first_v = tl.load(ptr + value_offset + d[None, :], mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     is_head = g[:, None] < GROUP
     inside_out = is_head & d_inside[None, :]
     out_ptr += (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
     out = g[:, None] * HEAD_DIM + d[None, :]
-    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_reqs, other=0)
     if seq_len <= 0:
         if split == 0:
             tl.store(out_ptr + out, tl.zeros([BLOCK_M, BLOCK_D], STORED), mask=inside_out)
         return
-    # The cache holds all but this step's token, which split 0 adds itself.
-    cached = seq_len - 1
-    part = tl.cdiv(tl.cdiv(cached, SPLITS), BLOCK_N) * BLOCK_N
-    begin = split * part
-    end = tl.minimum(begin + part, cached)
     if (split > 0) & (begin >= end):
         return
     qkv_ptr += row * qkv_stride
-    table_ptr = cos_sin_ptr
-    if cos_sin_ptr is not None:
-        table_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * HEAD_DIM
     q_ptr = qkv_ptr + (kv_head * GROUP + g[:, None]) * HEAD_DIM
-    q = rotate_block(q_ptr, is_head, d, d_inside, q_norm_ptr, table_ptr, eps, HEAD_DIM)
+    q = rotate_block(q_ptr, is_head, d, d_inside, q_own, q_cross, q_norm_ptr, table_ptr, eps, HEAD_DIM)
     q = q.to(STORED).to(MULTIPLIED)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    key_ptr = kv_cache_ptr + kv_head * HEAD_DIM
     if split == 0:
         one = tl.arange(0, 1)[:, None]
         new_ptr = qkv_ptr + (NUM_HEADS + kv_head + one) * HEAD_DIM
-        k = rotate_block(new_ptr, one == 0, d, d_inside, k_norm_ptr, table_ptr, eps, HEAD_DIM)
+        k = rotate_block(new_ptr, one == 0, d, d_inside, k_own, k_cross, k_norm_ptr, table_ptr, eps, HEAD_DIM)
         k = k.to(STORED)
         v = tl.load(new_ptr + TOKEN + d[None, :], mask=d_inside[None, :], other=0.0)
-        slot = tl.load(slot_mapping_ptr + row)
         store_ptr = key_ptr + slot * TOKEN + d[None, :]
         # A block of one: the interpreter cannot spread a boolean scalar over a block.
         has_slot = slot + tl.zeros([1, 1], tl.int64) >= 0
@@ -241,24 +254,19 @@ def _decode_attention_kernel(
         m = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
         total += 1.0
         acc += v.to(tl.float32)
+    if SPLITS > 1:
+        weights, shrink, m, total = _weigh(q, first_k, inside, scale, m, total, MULTIPLIED)
+        weights = weights.to(STORED).to(MULTIPLIED)
+        acc = tl.dot(weights, first_v.to(MULTIPLIED), acc * shrink[:, None], input_precision="ieee")
+        begin += BLOCK_N
     for start in tl.range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = n < end
-        block = tl.load(block_table_ptr + row * block_table_stride + n // BLOCK_SIZE, mask=inside, other=0)
-        token = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-        tile_ptr = key_ptr + token[:, None] * TOKEN + d[None, :]
+        ptr, inside = _tile_pointers(key_ptr, blocks_ptr, start, end, TOKEN, BLOCK_SIZE, BLOCK_N)
         mask = inside[:, None] & d_inside[None, :]
-        k = tl.load(tile_ptr, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(MULTIPLIED)), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_m = tl.maximum(m, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_m[:, None])
-        shrink = tl.exp2(m - new_m)
-        total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(tile_ptr + value_offset, mask=mask, other=0.0)
+        k = tl.load(ptr + d[None, :], mask=mask, other=0.0)
+        weights, shrink, m, total = _weigh(q, k, inside, scale, m, total, MULTIPLIED)
+        v = tl.load(ptr + value_offset + d[None, :], mask=mask, other=0.0)
         weights = weights.to(STORED).to(MULTIPLIED)
         acc = tl.dot(weights, v.to(MULTIPLIED), acc * shrink[:, None], input_precision="ieee")
-        m = new_m
     if SPLITS == 1:
         tl.store(out_ptr + out, (acc / total[:, None]).to(STORED), mask=inside_out)
     else:
@@ -279,6 +287,29 @@ def _decode_attention_kernel(
             h = tl.arange(0, GROUP_PAD)[:, None]
             y_inside = (h < GROUP) & d_inside[None, :]
             tl.store(out_ptr + h * HEAD_DIM + d[None, :], y.to(STORED), mask=y_inside)
+
+
+@triton.jit
+def _tile_pointers(
+    key_ptr, blocks_ptr, start, end, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    # pointers to the keys of BLOCK_N tokens [BLOCK_N, 1], and which of the tokens there are [BLOCK_N]
+    n = start + tl.arange(0, BLOCK_N)
+    inside = n < end
+    block = tl.load(blocks_ptr + n // BLOCK_SIZE, mask=inside, other=0)
+    token = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+    return key_ptr + token[:, None] * TOKEN, inside
+
+
+@triton.jit
+def _weigh(q, k, inside, scale, m, total, MULTIPLIED: tl.constexpr):
+    # One step of the running softmax: weights [M, N], what earlier sums shrink by [M], new maximum and total [M].
+    scores = tl.dot(q, tl.trans(k.to(MULTIPLIED)), input_precision="ieee") * scale
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_m[:, None])
+    shrink = tl.exp2(m - new_m)
+    return weights, shrink, new_m, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ above the cut's, and those at it with an id of at most the cut's. A key is a flo
 
 | status | meaning |
 |---|---|
-| 0 | no filter, or a row of nothing but -inf: all is kept |
+| 0 | no filter: all is kept |
 | 1 | the candidates didn't settle it: left to the search of top_k_top_p_search.py |
 | 2 | the cut is known |
 | 3 | it is known, and the token has been drawn from the candidates already |
@@ -69,13 +69,15 @@ def floor_of(best, min_p):
 
 
 @triton.jit
-def largest_key(keys, weights, target):
-    """The largest key that at least `target` of the weights lie at or above; -2^31 if there is none."""
+def largest_key(keys, weights, target, BITS: tl.constexpr = 32):
+    """The largest key that at least `target` of the weights lie at or above, its upper BITS; -2^31 if there is none."""
     found = tl.full([], -2147483648, tl.int32)
-    for bit in range(32):
-        # The flipped bit makes the key larger, the sign bit too.
-        trial = found ^ (1 << (31 - bit))
+    bit = tl.full([], 2147483648, tl.uint32)
+    for _ in range(BITS):
+        # Flipping the bit makes the key larger; the sign bit too.
+        trial = found ^ bit.to(tl.int32, bitcast=True)
         found = tl.where(tl.sum(tl.where(keys >= trial, weights, 0.0), axis=0) >= target, trial, found)
+        bit = bit >> 1
     return found
 
 
@@ -86,9 +88,13 @@ def ties_needed(above, mass, target):
 
 
 @triton.jit
-def last_tie(ids, ties, above, mass, target):
-    """The id of the last tie that top-p keeps; with fewer ties than it would keep, an id past all."""
-    return ~largest_key(~ids, ties.to(tl.float32), ties_needed(above, mass, target))
+def last_tie(ids, ties, needed):
+    """The id of the last tie to keep; some id past all others if all are."""
+    last = tl.full([], 2147483647, tl.int32)
+    ties = ties.to(tl.float32)
+    if tl.sum(ties, axis=0) > needed:
+        last = ~largest_key(~ids, ties, needed)
+    return last
 
 
 @triton.jit
@@ -183,7 +189,10 @@ def cut_kernel(
     tile = tl.arange(0, BLOCK)
     tile_max = tl.load(tile_max_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=-2147483648)
     best = tl.max(tile_max, axis=0)
-    if best == -2139095041:  # -inf
+    if best == -2139095041:  # -inf: nothing is left, not even NaN
+        tl.store(cut_ptr, 2)
+        tl.store(cut_ptr + 1, -2139095040)
+        tl.store(cut_ptr + 2, 0)
         return
     top = value_of(best)
     floor = floor_of(best, min_p)
@@ -191,7 +200,7 @@ def cut_kernel(
     if (vocab_size > CAP) & ((k < vocab_size) | (p < 1.0)):
         # Without top-k any bound will do that leaves enough for most rows' top-p and not too much for the candidates.
         rank = tl.where(k < vocab_size, k, num_tiles * 3 // 8)
-        bound = tl.maximum(largest_key(tile_max, tl.full([BLOCK], 1.0, tl.float32), rank), floor)
+        bound = tl.maximum(largest_key(tile_max, tl.full([BLOCK], 1.0, tl.float32), rank, 20), floor)
     # Whether the candidates hold all that top-p is about.
     complete = (k < vocab_size) | (bound == floor)
     row_ptr = logits_ptr + row * logits_stride
@@ -221,7 +230,8 @@ def cut_kernel(
         else:
             cut_key = tl.minimum(largest_key(keys, mass, target), best)
             above = tl.sum(tl.where(keys > cut_key, mass, 0.0), axis=0)
-            cut_id = last_tie(ids, valid & (keys == cut_key), above, mass_of(value_of(cut_key), top), target)
+            needed = ties_needed(above, mass_of(value_of(cut_key), top), target)
+            cut_id = last_tie(ids, valid & (keys == cut_key), needed)
     if sampled_ptr is not None:
         if (status == 2) & (count <= CAP):
             status = 3

@@ -135,16 +135,15 @@ def search_kernel(
             tile_max, tile_list_ptr, candidate_ptr, 1, SCALE, ROWS, LANES, TILES, TILE, CAP,
         )  # fmt: skip
         cut_key = tl.minimum(cut_key, best)
-        mass = mass_of(value_of(cut_key), top)
+        needed = ties_needed(above, mass_of(value_of(cut_key), top), target)
         count = collect(
             row_ptr, vocab_size, tile_max, cut_key, cut_key + 1, divisor, tile_list_ptr, candidate_ptr,
             SCALE, TILES, TILE, CAP,
         )  # fmt: skip
         if count <= CAP:
             keys, ids = load_candidates(candidate_ptr, count, CAP)
-            cut_id = last_tie(ids, tl.arange(0, CAP) < count, above, mass, target)
+            cut_id = last_tie(ids, tl.arange(0, CAP) < count, needed)
         else:
-            needed = ties_needed(above, mass, target)
             found, above = _search(
                 row_ptr, vocab_size, ~cut_id, best * 0, top * 0.0 + vocab_size, needed, top, cut_key, divisor,
                 tile_max, tile_list_ptr, candidate_ptr, 2, SCALE, ROWS, LANES, TILES, TILE, CAP,

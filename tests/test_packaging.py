@@ -6,9 +6,11 @@ import ast
 import importlib
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -114,7 +116,8 @@ def test_notebooks_are_stored_so_that_nbval_compares_something() -> None:
         assert "widgets" not in notebook.metadata, f"{path.name} carries widget state: save it without"
         assert notebook.metadata.kernelspec.name == "python3"
         runs = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-        assert runs == list(range(1, len(runs) + 1)), f"{path.name}: run all cells in order, then save it; counts are {runs}"
+        in_order = list(range(1, len(runs) + 1))
+        assert runs == in_order, f"{path.name}: run all cells in order, then save it; counts are {runs}"
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -174,11 +177,44 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
         found = {name for path in modules(package) for name, _ in imported(path.read_text())} - house
         assert found <= declared_names, f"{package} imports {sorted(found - declared_names)}, which it doesn't declare"
         used |= found
-    run_not_imported = {"jupyterlab", "nbval", "ruff", "mypy"}
+    run_not_imported = {"jupyterlab", "nbval", "pytest_xdist", "ruff", "mypy"}
     assert names([*PROJECT["dependencies"], *extras["lab"], *extras["gpu"], *extras["dev"]]) - used == {
         *run_not_imported,
         PROJECT["name"],
     }
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_every_file_of_the_packages(tmp_path: Path) -> None:
+    """Scripts, styles and configs too, not only what is Python."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (*PACKAGES, "runnerscope.py", "pyproject.toml", "README.md"):
+        path, ignore = ROOT / name, shutil.ignore_patterns("__pycache__")
+        shutil.copytree(path, source / name, ignore=ignore) if path.is_dir() else shutil.copy(path, source / name)
+    expected = {
+        str(path.relative_to(source))
+        for package in PACKAGES
+        for path in (source / package).rglob("*")
+        if path.is_file()
+    }
+    command = [
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(source),
+    ]
+    subprocess.run([sys.executable, *command], check=True, timeout=300, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    carried = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.rsplit(".", 1)[-1] for name in expected} >= {"py", "js", "css", "json"}
+    assert expected - carried == set()
+    assert not [name for name in carried if name.startswith(("tests", "notebooks"))]
 
 
 def test_the_installed_distribution_is_this_one() -> None:

@@ -1,8 +1,9 @@
-"""Paged attention by the kernels of this repository: the backend of CUDA, and of their torch form anywhere.
+"""Paged attention by the kernels of this repository: the backend of CUDA, and of their other forms anywhere.
 
-A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store come
-first for all tokens, then the leading decodes, then everything else, each in a launch of its own. Nothing is prepared on
-the host and every length is read on the device, so a captured step serves every length of its size.
+A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store
+come first for all tokens, since a request may read what another one stores, then the leading decodes, then everything
+else, each in a launch of its own. Nothing is prepared on the host and every length is read on the device, so a captured
+step serves every length of its size.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from .metadata import AttentionMetadata
 
 @dataclass(slots=True)
 class TritonAttentionPlan:
-    """What all layers of a step share: the batch's tensors, cut to its requests. r requests, the first d of them decodes."""
+    """What all layers of a step share: the batch's tensors, cut to its r requests, the first d of them decodes."""
 
     num_decodes: int
     num_tokens: int
-    all_decodes: bool
+    # The batch is nothing but decodes, and none of them reads what another one writes in this step
+    fused: bool
     # [r, B] i32, [r] i32, [r - d + 1] i32, [>= t] i64
     block_table: Tensor
     seq_lens: Tensor
@@ -51,7 +53,7 @@ class TritonAttention:
         return TritonAttentionPlan(
             num_decodes=decodes,
             num_tokens=metadata.num_tokens,
-            all_decodes=decodes == r == metadata.num_tokens,
+            fused=decodes == r == metadata.num_tokens and not metadata.has_prefill,
             block_table=metadata.block_table[:r],
             seq_lens=metadata.seq_lens[:r],
             prefill_start_loc=metadata.query_start_loc[decodes : r + 1],
@@ -66,8 +68,8 @@ class TritonAttention:
 
         With ``rotation`` qkv comes as the projection made it, and norm and RoPE of its heads are part of the launch.
         """
-        if plan.all_decodes:
-            return self._decode(plan, qkv, kv_cache, rotation, None)
+        if plan.fused:
+            return self._decode(plan, qkv, kv_cache, rotation, None, start_early=True)
         padded = plan.num_tokens < qkv.shape[0]
         out = (torch.zeros if padded else torch.empty)(
             (qkv.shape[0], self.num_heads * self.head_dim), dtype=qkv.dtype, device=qkv.device
@@ -75,7 +77,7 @@ class TritonAttention:
         store_kv(qkv, kv_cache, plan.slot_mapping, rotation, form=self.form)
         d = plan.num_decodes
         if d:
-            self._decode(plan, qkv[:d], kv_cache, None, out[:d])
+            self._decode(plan, qkv[:d], kv_cache, None, out[:d], start_early=False)
         prefill_attention(
             qkv,
             kv_cache,
@@ -99,6 +101,7 @@ class TritonAttention:
         kv_cache: Tensor,
         rotation: HeadRotation | None,
         out: Tensor | None,
+        start_early: bool,
     ) -> Tensor:
         return decode_attention(
             qkv,
@@ -110,5 +113,6 @@ class TritonAttention:
             max_seq_len=plan.max_seq_len,
             counters=self._counters,
             out=out,
+            start_early=start_early,
             form=self.form,
         )

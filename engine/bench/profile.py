@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from engine.hooks import Event, HostWait, SpanEnded
 
@@ -55,7 +54,7 @@ def profile_steps(engine: EngineRuns, spec: WorkloadSpec, steps: int = STEPS) ->
     core = llm.core
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if core.device.is_cuda else [])
     # A CPU's streams are threads, and the profiler would see the caller's alone.
-    options = torch._C._profiler._ExperimentalConfig(profile_all_threads=not core.device.is_cuda)
+    options = _ExperimentalConfig(profile_all_threads=not core.device.is_cuda)
     events: list[Event] = []
     ids = [
         llm.add({"prompt_token_ids": list(ask.prompt_token_ids)}, params)
@@ -84,7 +83,7 @@ def profile_steps(engine: EngineRuns, spec: WorkloadSpec, steps: int = STEPS) ->
         raise ValueError(f"{spec.name}: every request ended before a steady step; ask for longer outputs to profile")
     trace = _exported(profiler)
     trace["traceEvents"] += _hook_rows(events, core.hooks.runner, _offset_ns(trace["traceEvents"], marks))
-    return Profile(done, *_counts(trace["traceEvents"], done), trace)
+    return Profile(done, *per_step(trace["traceEvents"], done), trace)
 
 
 def _settle(engine: EngineRuns, waiting: set[str]) -> None:
@@ -139,7 +138,8 @@ def _hook_rows(events: list[Event], runner: str, offset_ns: float) -> list[dict[
     return rows
 
 
-def _counts(rows: list[dict[str, Any]], steps: int) -> tuple[float, float, float]:
+def per_step(rows: list[dict[str, Any]], steps: int) -> tuple[float, float, float]:
+    """Launches, kernels and busy µs of one step, from a Chrome trace's `rows` of `steps` steps; see `Profile`."""
     launches = sum(
         row.get("cat") in _HOST_CALLS and any(word in row["name"] for word in ("Launch", "Memcpy", "Memset"))
         for row in rows

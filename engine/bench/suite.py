@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine.attention import kv_bytes_per_token
+from engine.config import EngineConfig
 from engine.hooks import Event
 from engine.models import LoadedModel, weight_bytes
 
@@ -97,6 +98,7 @@ def run_suite(plan: Plan, on_workload: Callable[[SuiteReport], None] | None = No
     `on_workload` gets the report so far whenever a workload is done. Raises ValueError for what cannot be,
     RuntimeError if a side fails or makes other tokens than it was asked for.
     """
+    EngineConfig.from_kwargs(**plan.model, **plan.engine)  # refuses what cannot be before anything is loaded
     loaded, weights = load(plan.model)
     device = loaded.model.embed_tokens.weight.device
     keywords = _keywords(plan, loaded, device)

@@ -10,6 +10,24 @@ class Node {
   get textContent() {
     return this.childNodes.map((child) => child.textContent).join("");
   }
+  isEqualNode(other) {
+    return (
+      this.nodeName === other.nodeName && this.data === other.data && this.childNodes.length === other.childNodes.length
+      && JSON.stringify([...(this.attributes ?? [])].sort()) === JSON.stringify([...(other.attributes ?? [])].sort())
+      && this.childNodes.every((child, i) => child.isEqualNode(other.childNodes[i]))
+    );
+  }
+  replaceWith(other) {
+    const siblings = this.parentNode.childNodes;
+    other.remove?.();
+    other.parentNode = this.parentNode;
+    siblings[siblings.indexOf(this)] = other;
+    this.parentNode = null;
+  }
+  remove() {
+    if (this.parentNode) this.parentNode.childNodes = this.parentNode.childNodes.filter((child) => child !== this);
+    this.parentNode = null;
+  }
   contains(other) {
     for (let node = other; node; node = node.parentNode) if (node === this) return true;
     return false;
@@ -20,6 +38,7 @@ class Text extends Node {
   constructor(data) {
     super();
     this.data = String(data);
+    this.nodeName = "#text";
   }
   get textContent() {
     return this.data;
@@ -29,7 +48,7 @@ class Text extends Node {
 export class Element extends Node {
   constructor(tag) {
     super();
-    this.tagName = tag;
+    this.tagName = this.nodeName = tag;
     this.attributes = new Map();
     this.listeners = [];
     this.classList = {
@@ -48,6 +67,9 @@ export class Element extends Node {
   }
   getAttribute(name) {
     return this.attributes.get(name) ?? null;
+  }
+  getAttributeNames() {
+    return [...this.attributes.keys()];
   }
   hasAttribute(name) {
     return this.attributes.has(name);
@@ -70,10 +92,6 @@ export class Element extends Node {
     for (const child of this.childNodes) child.parentNode = null;
     this.childNodes = [];
     this.append(...children);
-  }
-  remove() {
-    if (this.parentNode) this.parentNode.childNodes = this.parentNode.childNodes.filter((child) => child !== this);
-    this.parentNode = null;
   }
   /** Every element below, in document order. */
   all() {

@@ -48,11 +48,29 @@ export function mark(root, request) {
   }
 }
 
-/** After a redraw: focus goes to the element that stands for the same request, or else stays within the dashboard. */
-function keepFocus(root, focused) {
-  const request = focused.getAttribute("data-request");
-  const twin = [...root.querySelectorAll("[tabindex]")].find((node) => request && node.getAttribute("data-request") === request);
-  (twin ?? root.closest(".rs-dashboard"))?.focus({ preventScroll: true });
+/**
+ * Makes the children of `parent` look like `fresh`, keeping every node that can stay: from step to step little changes, so the
+ * browser styles, lays out and paints little; and scroll positions, focus and what a reader has unfolded stay.
+ */
+export function patch(parent, fresh) {
+  const old = [...parent.childNodes];
+  fresh.forEach((node, i) => (i < old.length ? become(old[i], node) : parent.appendChild(node)));
+  for (const node of old.slice(fresh.length)) node.remove();
+}
+
+function become(was, now) {
+  if (was === now || was.isEqualNode(now)) return;
+  if (was.nodeName !== now.nodeName) {
+    was.replaceWith(now);
+  } else if (was.nodeName === "#text") {
+    was.data = now.data;
+  } else {
+    for (const name of was.getAttributeNames()) if (name !== "open" && !now.hasAttribute(name)) was.removeAttribute(name);
+    for (const name of now.getAttributeNames()) {
+      if (was.getAttribute(name) !== now.getAttribute(name)) was.setAttribute(name, now.getAttribute(name));
+    }
+    patch(was, [...now.childNodes]);
+  }
 }
 
 /** While a command of the bar is at work the dashboard says so, and its views hold back what they have drawn. */
@@ -75,9 +93,10 @@ function eachFrame(node, callback) {
 /**
  * The life of a view: `draw(model)` returns the nodes for a view model; it is called now and at each change. A request that is
  * hovered or focused here is set as `selected`, and the selected one is marked. Returns the cleanup, which drops every listener.
- * With `early`, nodes are made while the kernel still works on the other views; a `draw` that moves nodes on the page can't be.
+ * The nodes of a new model are patched into the old ones and must carry no listeners; with `own`, `draw` keeps nodes of its own
+ * from one model to the next, and they are put in as they are.
  */
-export function mount({ model, el: parent }, name, draw, { early = true } = {}) {
+export function mount({ model, el: parent }, name, draw, { own = false } = {}) {
   const root = el("div", { class: `rs-view rs-${name}` });
   parent.appendChild(root);
   const showSelection = () => mark(root, model.get("selected"));
@@ -90,10 +109,13 @@ export function mount({ model, el: parent }, name, draw, { early = true } = {}) 
     stale = skipped;
     if (skipped) return;
     const focused = root.contains(document.activeElement) ? document.activeElement : null;
-    root.replaceChildren(...(made ?? make()));
+    if (own) root.replaceChildren(...make());
+    else patch(root, made ?? make());
     made = null;
     if (model.get("selected")) showSelection();
-    if (focused) keepFocus(root, focused);
+    // A node that was taken out has lost the focus; without it the keys would go elsewhere.
+    const heir = root.contains(focused) ? focused : root.closest(".rs-dashboard");
+    if (focused && document.activeElement !== focused) heir?.focus({ preventScroll: true });
   };
   const choose = (request) => {
     if (request === model.get("selected")) return;
@@ -117,7 +139,7 @@ export function mount({ model, el: parent }, name, draw, { early = true } = {}) 
   for (const [event, listener] of listeners) root.addEventListener(event, listener);
   const showSoon = eachFrame(root, show);
   const changed = () => {
-    made = early && !skipped && waiting(root) ? make() : null;
+    made = !own && !skipped && waiting(root) ? make() : null; // while the kernel works on the other views
     showSoon();
   };
   model.on("change:model", changed);

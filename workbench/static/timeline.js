@@ -298,7 +298,7 @@ function same(a, b) {
 export default {
   render(context) {
     const timeline = new Timeline();
-    const unmount = mount(context, "timeline", (model) => timeline.show(model), { early: false });
+    const unmount = mount(context, "timeline", (model) => timeline.show(model), { own: true });
     return () => {
       timeline.drop();
       unmount();

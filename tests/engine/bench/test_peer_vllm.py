@@ -75,7 +75,7 @@ def test_it_gets_the_same_model_and_the_same_prompts(log: Path, tiny_model: Load
 @pytest.mark.slow
 def test_too_few_tokens_are_an_error(log: Path, tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_SHORT", "1")
-    with pytest.raises(RuntimeError, match="vllm failed: .*0 tokens instead of 1"):
+    with pytest.raises(RuntimeError, match=r"vllm failed: .*0 tokens instead of 1"):
         peer_vllm.run_vllm([STANDARD["B1"].resized(1, 16, 4)], "v1", 3, tiny_model, 256, 512)
 
 
@@ -89,5 +89,5 @@ def test_a_model_it_cannot_read_is_refused(tiny_model: LoadedModel, tmp_path: Pa
     from dataclasses import replace
 
     gguf = replace(tiny_model, load_format="auto", source=tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match="no folder with config.json"):
+    with pytest.raises(ValueError, match="is no folder with"):
         peer_vllm.run_vllm([STANDARD["B1"]], "v2", 3, gguf, 256, 512)

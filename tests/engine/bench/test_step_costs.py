@@ -27,8 +27,9 @@ def test_costs_are_medians_of_pure_decode_steps_without_waits() -> None:
     ]
     for step, host, device in ((2, 10, 50), (3, 20, 70), (4, 90, 60)):
         events += [
-            InputsPrepared(step, "v2", 0, 2, 2, 4, {}), span(step, "host", 100, 100 + host), span(step, "host", 200, 205),
-            HostWait(step, "v2", 0, "output", 201_000, 204_000, False), KernelLaunched(step, "v2", 0, "graph", "triton"),
+            InputsPrepared(step, "v2", 0, 2, 2, 4, {}), span(step, "host", 100, 100 + host),
+            span(step, "host", 200, 205), HostWait(step, "v2", 0, "output", 201_000, 204_000, False),
+            KernelLaunched(step, "v2", 0, "graph", "triton"),
             span(step, "compute", 300, 300 + device), span(step, "copy", 300, 5000),
         ]  # fmt: skip
     for event in events:

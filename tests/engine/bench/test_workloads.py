@@ -10,7 +10,8 @@ from engine.bench.workloads import STANDARD, choose
 def test_they_are_those_the_peers_were_measured_on() -> None:
     sizes = {name: (spec.requests, spec.lengths[0], spec.steps) for name, spec in STANDARD.items() if name != "C"}
     assert sizes == {
-        "A": (256, (128, 256), 256), "AT": (256, (128, 256), 256), "B1": (1, (128, 512), 512), "B8": (8, (128, 512), 512),
+        "A": (256, (128, 256), 256), "AT": (256, (128, 256), 256), "B1": (1, (128, 512), 512),
+        "B8": (8, (128, 512), 512),
     }  # fmt: skip
     mixed = STANDARD["C"]
     assert (sum(n_in for n_in, _ in mixed.lengths), mixed.output_tokens) == (144_831, 144_160)

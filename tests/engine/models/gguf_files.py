@@ -61,7 +61,7 @@ def write_gguf(
     tensors: dict[str, np.ndarray] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> Path:
-    """``model`` as a GGUF file: matrices of type ``kind``, vectors F32; without the tensor ``drop``, with extra ones."""
+    """``model`` as a GGUF file: matrices of type ``kind``, vectors F32; without ``drop``, with extra tensors."""
     config = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
