@@ -90,7 +90,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     kernel_backend: Literal["auto", "triton", "torch", "interpret", "loop"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = field(default=())
-    """Sizes to which a pure decode batch is padded. Empty on a CPU; give some to see the padding there."""
+    """Sizes to which a pure decode batch is padded, and at which CUDA graphs are captured. Left empty: none on a CPU
+    (give some to see the padding there) or with enforce_eager; on CUDA 1, 2, 4, 8 and then every eighth."""
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -187,8 +188,15 @@ class EngineConfig:
         max_seqs = self.max_num_seqs
         if max_seqs is None:
             max_seqs = min(64 if self.torch_device.type == "cpu" else 256, self.max_num_batched_tokens)
+        sizes = self.cudagraph_capture_sizes
+        if not sizes and self.torch_device.type == "cuda" and not self.enforce_eager:
+            sizes = tuple(sorted({n for n in (1, 2, 4, *range(8, max_seqs, 8)) if n < max_seqs} | {max_seqs}))
         return dataclasses.replace(
-            self, max_model_len=max_len, num_gpu_blocks_override=num_gpu_blocks, max_num_seqs=max_seqs
+            self,
+            max_model_len=max_len,
+            num_gpu_blocks_override=num_gpu_blocks,
+            max_num_seqs=max_seqs,
+            cudagraph_capture_sizes=sizes,
         )
 
 

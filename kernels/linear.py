@@ -27,9 +27,9 @@ def small_linear(
     out_dtype: torch.dtype | None = None,
     form: str = "auto",
 ) -> torch.Tensor:
-    """Return norm(x) W^T + bias, or silu(gate) * up of its two halves where `gated`, as [t, N] in out_dtype or x's dtype.
+    """Return norm(x) W^T + bias, or silu(gate) * up of its two halves where `gated`, as [t, N] of out_dtype or x's.
 
-    With `norm_weight`, norm is the RMS norm over K. With `residual` the result is added to it in place and it is returned.
+    With `norm_weight`, norm is the RMS norm over K. With `residual` the result is added to it in place and returned.
     Products are summed in float32 and rounded once. All tensors have one dtype: float32, float16 or bfloat16.
 
     Raises:
@@ -77,7 +77,7 @@ def _launch(
         kernel, tile = one_row_kernel, {**tile, "SPLIT": num_warps}
     else:
         # Eight rows fit the narrow side of a matrix instruction, whose wide side then takes the columns.
-        narrow = num_rows <= 8 and block_n >= 16
+        narrow = num_rows <= 8
         kernel, tile = few_rows_kernel, {**tile, "BLOCK_M": 8 if narrow else 16, "COLUMNS_FIRST": narrow}
     launch(
         kernel,
@@ -107,8 +107,17 @@ def _launch(
 
 def _tile(num_rows: int, num_columns: int, depth: int, gated: bool) -> tuple[int, int, int]:
     """Output columns of a program, depth of one read, and warps: the fastest of those measured on an H200."""
-    block_n = 16 if num_columns >= 2048 and not gated else 8
-    return block_n, max(128, min(1024, 1 << (depth - 1).bit_length())), 4
+    is_wide = num_columns >= 65536
+    if num_rows > 1:
+        tile = (16, 1024 if num_rows <= 8 and (gated or is_wide) else 512, 4)
+    elif gated or is_wide:
+        tile = (8, 1024, 4)
+    elif num_columns >= 2048:
+        tile = (16, 1024, 4)
+    else:
+        tile = (8, 2048, 8) if depth > 2048 else (4, 1024, 4)
+    block_n, block_k, num_warps = tile
+    return block_n, max(128, min(block_k, 1 << (depth - 1).bit_length())), num_warps
 
 
 def _loop(

@@ -1,9 +1,11 @@
 """The Triton kernels of small_linear.
 
-At 1 to 16 rows a projection does nothing but read its weights, so what counts is how early those reads start and how few
-launches stand between them. A program owns a few output columns and the whole depth: it issues all its weight reads
+At 1 to 16 rows a projection does nothing but read its weights, so what counts is how early those reads start and how
+few launches stand between them. A program owns a few output columns and the whole depth: it issues all its weight reads
 before it waits for the kernel in front of it, and only then reads the activations.
 """
+
+from typing import Any
 
 from kernels.triton_support import tl, triton
 
@@ -52,13 +54,14 @@ def one_row_kernel(
     NUM_CHUNKS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    """x [K] by vector instructions."""
     PART: tl.constexpr = BLOCK_K // SPLIT
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = column[None, :, None]
     # [SPLIT, 1, PART]: every warp has a part of the depth to itself
     k = tl.arange(0, SPLIT)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    weights = ()
-    up_weights = ()
+    weights: Any = ()
+    up_weights: Any = ()
     for chunk in tl.static_range(NUM_CHUNKS):
         depth = k + chunk * BLOCK_K
         mask = (n < N) & (depth < K)
@@ -66,8 +69,8 @@ def one_row_kernel(
         if GATED:
             up_weights = up_weights + (_load(weight_ptr + (n + N) * K + depth, mask, EVEN, UPCAST),)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([SPLIT, BLOCK_N, PART], dtype=tl.float32)
     up_acc = acc
     squares = tl.zeros([SPLIT, 1, PART], dtype=tl.float32)
@@ -77,7 +80,7 @@ def one_row_kernel(
         exact = x.to(tl.float32)
         if norm_weight_ptr is not None:
             squares += exact * exact
-            # The norm's scale is one number a row, so it may come after the product; only its weight must come before.
+            # The norm's scale is one number a row, so it may come after the product; its weight may not.
             weight = tl.load(norm_weight_ptr + depth, mask=depth < K, other=0.0).to(tl.float32)
             exact = (exact * weight).to(x.dtype).to(tl.float32)
         acc += exact * weights[chunk].to(tl.float32)
@@ -128,14 +131,15 @@ def few_rows_kernel(
     NUM_CHUNKS: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr,
 ):
+    """x [2..16, K] by matrix instructions."""
     SLICES: tl.constexpr = BLOCK_K // 32
-    # Line i of a tile is depth slice i // 8 % SLICES of column (or row) i // (8 * SLICES) * 8 + i % 8: eight lines by four
-    # threads are a warp's, which is the shape of its operands.
+    # Line i of a tile is depth slice i // 8 % SLICES of column (or row) i // (8 * SLICES) * 8 + i % 8: a warp reads
+    # eight lines by four threads, which is the shape of its operands.
     line = tl.arange(0, BLOCK_N * SLICES)
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + (line // (8 * SLICES) * 8 + line % 8)[:, None]
     k = (line // 8 % SLICES * 32)[:, None] + tl.arange(0, 32)[None, :]
-    weights = ()
-    up_weights = ()
+    weights: Any = ()
+    up_weights: Any = ()
     for chunk in tl.static_range(NUM_CHUNKS):
         depth = k + chunk * BLOCK_K
         mask = (column < N) & (depth < K)
@@ -145,8 +149,8 @@ def few_rows_kernel(
             w = _load(weight_ptr + (column + N) * K + depth, mask, EVEN, UPCAST)
             up_weights = up_weights + (_fragments(w, BLOCK_N, SLICES),)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     line = tl.arange(0, BLOCK_M * SLICES)
     row = (line // (8 * SLICES) * 8 + line % 8)[:, None]
     k = (line // 8 % SLICES * 32)[:, None] + tl.arange(0, 32)[None, :]

@@ -1,7 +1,7 @@
-"""Attention of prefills, chunks of prefills and verified drafts over the paged KV cache: any query lengths, one launch.
+"""Attention of prefills, their chunks and verified drafts over the paged KV cache: any query lengths, one launch.
 
-A program owns a tile of one request's queries, with all query heads of one KV head as its rows. It finds its request by a
-binary search over query_start_loc, so nothing is prepared on the host and the launch may be captured.
+A program owns a tile of one request's queries, with all query heads of one KV head as its rows. It finds its request by
+a binary search over query_start_loc, so nothing is prepared on the host and the launch may be captured.
 """
 
 import torch
@@ -34,8 +34,8 @@ def prefill_attention(
 ) -> None:
     """Causal attention of the requests' queries, which are the last tokens of their sequences; written to `out`.
 
-    `num_tokens` is an upper bound of query_start_loc[r] - query_start_loc[0], `max_seq_len` one of seq_lens; only the torch
-    form needs the latter.
+    `num_tokens` is an upper bound of query_start_loc[r] - query_start_loc[0], `max_seq_len` one of seq_lens; only the
+    torch form needs the latter.
 
     Raises:
         ValueError: a wrong dtype, shape or form.
@@ -145,13 +145,13 @@ def _prefill_attention_kernel(
     STORED: tl.constexpr = kv_cache_ptr.dtype.element_ty
     MULTIPLIED: tl.constexpr = tl.float32 if UPCAST else STORED
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # The longest context a request has comes in its last tile: start there.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     first = tl.load(query_start_loc_ptr)
-    # Request i has its tiles from (its first row) // BLOCK_Q + i on; find the last i that starts at or before this tile.
+    # Request i has its tiles from (its first row) // BLOCK_Q + i on: find the last i that starts at or before this one.
     low = 0
     high = num_reqs - 1
     while low < high:
@@ -181,7 +181,7 @@ def _prefill_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_ptr = kv_cache_ptr + kv_head * HEAD_DIM
-    blocks_ptr = block_table_ptr + low.to(tl.int64) * block_table_stride
+    blocks_ptr = block_table_ptr + low * block_table_stride
     for start in tl.range(0, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = n < end

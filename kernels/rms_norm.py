@@ -30,7 +30,9 @@ def add_rms_norm(
     if branch is not None:
         check_tensors(residual.dtype, 2, branch=branch)
         if branch.shape != residual.shape:
-            raise ValueError(f"branch must have the residual's shape {tuple(residual.shape)}, got {tuple(branch.shape)}")
+            raise ValueError(
+                f"branch must have the residual's shape {tuple(residual.shape)}, got {tuple(branch.shape)}"
+            )
     form = resolve_form(form, residual)
     if form == "torch":
         if branch is not None:
@@ -68,15 +70,24 @@ def add_rms_norm(
 
 @triton.jit
 def _add_rms_norm_kernel(
-    branch_ptr, branch_stride, residual_ptr, residual_stride, weight_ptr, out_ptr, size, eps, PDL: tl.constexpr, BLOCK: tl.constexpr
+    branch_ptr,
+    branch_stride,
+    residual_ptr,
+    residual_stride,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < size
     weight = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     residual_ptr += row * residual_stride
     x = tl.load(residual_ptr + i, mask=mask, other=0.0)
     exact = x.to(tl.float32)

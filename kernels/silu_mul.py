@@ -51,8 +51,8 @@ def silu_mul(
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, gate_up_stride, out_ptr, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size

@@ -1,4 +1,4 @@
-"""Norm and RoPE of a step's queries and keys, and the store of its keys and values in the paged cache, in one launch."""
+"""Norm and RoPE of a step's queries and keys, and the store of its keys and values in the paged cache: one launch."""
 
 import torch
 
@@ -88,7 +88,9 @@ def _loop(
     half = head_dim // 2
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     for token in range(qkv.shape[0]):
-        for head in range(num_heads + num_kv_heads if rotation is not None else 0):
+        for head in range(num_heads + num_kv_heads):
+            if rotation is None:
+                break
             x = heads[token, head].float()
             norm = rotation.q_norm if head < num_heads else rotation.k_norm
             if norm is not None:
@@ -141,8 +143,8 @@ def _store_kv_kernel(
     HALF: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     # A block of one: the interpreter cannot spread a boolean scalar over a block.

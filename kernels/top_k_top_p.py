@@ -1,7 +1,7 @@
 """Min-p, top-k and top-p: as a mask, or as a draw that needs none.
 
-The torch form sorts each row. The Triton form reads the logits once and sorts nothing: see top_k_top_p_cut.py. Rows that
-no filter is on for cost the mask nothing.
+The torch form sorts each row. The Triton form reads the logits once and sorts nothing: see top_k_top_p_cut.py. A row
+without a filter costs the mask nothing.
 """
 
 from typing import Any

@@ -9,6 +9,7 @@ from kernels.triton_support import tl, triton
 def mask_kernel(
     logits_ptr, logits_stride, vocab_size, tile_max_ptr, num_tiles, cut_ptr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
+    """Set to -inf what lies below a row's cut."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(cut_ptr + row * 3) == 0:
         return
@@ -74,6 +75,7 @@ def sample_rest_kernel(
 def reduce_rest_kernel(
     expanded_idx_mapping_ptr, cut_ptr, best_ptr, best_token_ptr, sampled_ptr, SPLITS: tl.constexpr
 ):  # fmt: skip
+    """The best of a row's SPLITS; 0 for padding."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     if tl.load(expanded_idx_mapping_ptr + row) < 0:

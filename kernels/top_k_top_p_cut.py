@@ -1,8 +1,8 @@
 """Where the filters cut a row: the device side shared by `mask_top_k_top_p` and `sample_top_k_top_p`.
 
 Whatever min-p, top-k and top-p say together, what they keep is a prefix of the row's tokens in the order (logit
-descending, id ascending). So a row's filters come to one cut, i32 [3]: (status, key, id). Kept are the tokens with a key
-above the cut's, and those at it with an id of at most the cut's. A key is a float32 as an i32 of the same order.
+descending, id ascending). So a row's filters come to one cut, i32 [3]: (status, key, id). Kept are the tokens with a
+key above the cut's, and those at it with an id of at most the cut's. A key is a float32 as an i32 of the same order.
 
 | status | meaning |
 |---|---|
@@ -28,6 +28,7 @@ def key_of(x):
 
 @triton.jit
 def value_of(key):
+    """The f32 of a key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
@@ -232,7 +233,7 @@ def cut_kernel(
             above = tl.sum(tl.where(keys > cut_key, mass, 0.0), axis=0)
             needed = ties_needed(above, mass_of(value_of(cut_key), top), target)
             cut_id = last_tie(ids, valid & (keys == cut_key), needed)
-    if sampled_ptr is not None:
+    if sampled_ptr is not None:  # noqa: SIM102, Triton must leave the inner one out where there is nothing to draw
         if (status == 2) & (count <= CAP):
             status = 3
             kept = valid & ((keys > cut_key) | ((keys == cut_key) & (ids <= cut_id)))

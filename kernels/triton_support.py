@@ -62,8 +62,9 @@ def launch(
 def can_launch_early(form: str, tensor: torch.Tensor) -> bool:
     """Whether programmatic dependent launch is possible: compiled, on Hopper or newer.
 
-    A kernel launched so calls `gdc_wait()` before it reads what earlier kernels wrote or writes what they read, and
-    `gdc_launch_dependents()` only after that. Then whatever was written two or more kernels ago is complete when it starts.
+    A kernel launched so calls `gdc_launch_dependents()` at once and `gdc_wait()` before it reads what earlier kernels
+    wrote or writes what they read. Before its wait it may read only what was complete when a kernel launched the
+    ordinary way began: weights, and whatever a step's embedding came after. A chain of such kernels may be waiting.
     """
     return form == "triton" and _capability(tensor.device) >= 9
 

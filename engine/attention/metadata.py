@@ -38,5 +38,5 @@ class AttentionMetadata:
     max_seq_len: int
     # The first num_decodes requests have query length 1
     num_decodes: int
-    # Whether any request computes prompt tokens, be it one: it may then write blocks that another one reads in this step
-    has_prefill: bool = False
+    # Whether a request was admitted in this step: it may read blocks that another request fills in the same step
+    has_admitted: bool = False

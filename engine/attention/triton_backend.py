@@ -53,7 +53,7 @@ class TritonAttention:
         return TritonAttentionPlan(
             num_decodes=decodes,
             num_tokens=metadata.num_tokens,
-            fused=decodes == r == metadata.num_tokens and not metadata.has_prefill,
+            fused=decodes == r == metadata.num_tokens and not metadata.has_admitted,
             block_table=metadata.block_table[:r],
             seq_lens=metadata.seq_lens[:r],
             prefill_start_loc=metadata.query_start_loc[decodes : r + 1],

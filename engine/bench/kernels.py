@@ -1,8 +1,8 @@
-"""The GPU kernels at the benchmark's shapes: time, bytes, and the share of the memory bandwidth measured in the same run.
+"""The GPU kernels at the benchmark's shapes: time, bytes, and the share of the read bandwidth of the same run.
 
-`python -m engine.bench.kernels` needs a CUDA device and nothing else: the weights are random. Every line is the median of
-replays of a CUDA graph that runs the kernel once for each layer, on that layer's own weights or cache, so nothing that is
-read comes from the L2 cache and the gaps between launches are those of a captured step.
+`python -m engine.bench.kernels` needs a CUDA device and nothing else: the weights are random. Every line is the median
+of replays of a CUDA graph that runs the kernel once for each layer, on that layer's own weights or cache, so nothing
+that is read comes from the L2 cache and the gaps between launches are those of a captured step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,9 @@ from torch import Tensor
 import kernels
 
 from ..attention import AttentionMetadata, allocate_kv_cache
-from ..attention.triton_backend import TritonAttention
 from ..models.config import ModelConfig
 from ..models.decoder import CausalLM
-from ..models.fused import fused_forward, fused_logits
+from ..models.layers import Linear
 from ..models.weights import weight_views
 from .ceilings import measure_ceilings
 from .machine import commit, device_name
@@ -33,6 +33,8 @@ BLOCK_SIZE = 16
 CONFIG = Path(__file__).parents[1] / "models" / "configs" / "qwen3-0.6b.json"
 BATCHES = {"B1": (1, 384), "B8": (8, 384), "A": (256, 256)}
 """Name -> (requests, tokens of context of each)."""
+PREFILLS = ((64, 128), (8, 1024), (1, 8192))
+"""(prompts, tokens of each)."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,8 @@ class Bench:
         tokens = max(requests * (context // BLOCK_SIZE + 1) for requests, context in BATCHES.values())
         self.cache = allocate_kv_cache(self.config, tokens + 1, BLOCK_SIZE, torch.bfloat16, device)
         self.cache.normal_(generator=generator)
-        self.attention = TritonAttention(
-            self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim, device
-        )
+        assert self.model.triton_attention is not None, "no Triton, or no CUDA device"
+        self.attention = self.model.triton_attention
         self.read = measure_ceilings(device).limit
         self.lines: list[Line] = []
 
@@ -104,6 +105,17 @@ class Bench:
         print(f"{batch:3} {name:34} {micros:9.2f} us {moved / 1e6:9.2f} MB {line.share:6.1%}", flush=True)
         return micros
 
+    @property
+    def qkv_size(self) -> int:
+        """Elements of a row of q, k and v."""
+        return (self.config.num_attention_heads + 2 * self.config.num_key_value_heads) * self.config.head_dim
+
+    def rotation(self, positions: Tensor) -> kernels.HeadRotation:
+        """Norm and RoPE of the first layer, at these positions."""
+        norm = self.model.layers[0].self_attn.q_norm
+        assert norm is not None, "the benchmark's model normalises its heads"
+        return kernels.HeadRotation(positions, self.model.rotary_emb.cos_sin, norm.weight, norm.weight, norm.eps)
+
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
 
@@ -131,16 +143,12 @@ def graph_microseconds(fn: Callable[[], object], repeats: int = 20) -> float:
 
 
 def bench_attention(bench: Bench, batch: str) -> None:
+    """Decode attention with norm, RoPE and KV store."""
     requests, context = BATCHES[batch]
-    config, metadata = bench.config, bench.metadata(requests, context)
-    qkv = bench.random(
-        requests, (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    )
-    positions = torch.full((requests,), context - 1, device=bench.device)
-    norm = bench.model.layers[0].self_attn.q_norm
-    assert norm is not None
-    rotation = kernels.HeadRotation(positions, bench.model.rotary_emb.cos_sin, norm.weight, norm.weight, norm.eps)
-    plan = bench.attention.prepare(metadata, bench.cache)
+    config = bench.config
+    qkv = bench.random(requests, bench.qkv_size)
+    rotation = bench.rotation(torch.full((requests,), context - 1, device=bench.device))
+    plan = bench.attention.prepare(bench.metadata(requests, context), bench.cache)
 
     def run() -> None:
         for cache in bench.cache.unbind(0):
@@ -151,41 +159,79 @@ def bench_attention(bench: Bench, batch: str) -> None:
 
 
 def bench_projections(bench: Bench, batch: str) -> None:
+    """Each projection as torch does it, and with what surrounds it in one launch."""
     requests, _ = BATCHES[batch]
-    config, layers = bench.config, bench.model.layers
+    config, layers, norm = bench.config, bench.model.layers, bench.model.norm
     x, residual = bench.random(requests, config.hidden_size), bench.random(requests, config.hidden_size)
-    wide = bench.random(requests, config.num_attention_heads * config.head_dim)
+    heads = bench.random(requests, config.num_attention_heads * config.head_dim)
     inner = bench.random(requests, config.intermediate_size)
+    qkv, o = [layer.self_attn.qkv_proj for layer in layers], [layer.self_attn.o_proj for layer in layers]
+    gate_up, down = [layer.mlp.gate_up_proj for layer in layers], [layer.mlp.down_proj for layer in layers]
+    normed = {"norm_weight": norm.weight, "eps": norm.eps}
+    bench_projection(bench, batch, "norm, qkv", qkv, x, normed)
+    bench_projection(bench, batch, "o, residual", o, heads, {"residual": residual})
+    bench_projection(bench, batch, "norm, gate_up, gate", gate_up, x, normed | {"gated": True})
+    bench_projection(bench, batch, "down, residual", down, inner, {"residual": residual})
+    bench_projection(bench, batch, "head", [bench.model.lm_head], x, {"out_dtype": torch.float32})
+
+
+def bench_projection(
+    bench: Bench, batch: str, name: str, linears: list[Linear], x: Tensor, options: dict[str, Any]
+) -> None:
+    """One projection of every layer; torch's line is the product alone."""
+    weights = [linear.weight for linear in linears if linear.weight is not None]
+
+    def run_torch() -> None:
+        for weight in weights:
+            torch.mm(x, weight.t())
+
+    def run_small() -> None:
+        for weight in weights:
+            kernels.small_linear(x, weight, **options)
+
+    bench.time(batch, f"torch.mm: {name}", run_torch, weights[0].nbytes, len(weights))
+    if x.shape[0] <= kernels.MAX_ROWS:
+        bench.time(batch, f"small_linear: {name}", run_small, weights[0].nbytes, len(weights))
+
+
+def bench_elementwise(bench: Bench, batch: str) -> None:
+    """What stands between torch's projections in batches beyond small_linear."""
+    requests, _ = BATCHES[batch]
+    config, layers, norm = bench.config, bench.model.layers, bench.model.norm
+    x, residual = bench.random(requests, config.hidden_size), bench.random(requests, config.hidden_size)
     gate_up = bench.random(requests, 2 * config.intermediate_size)
-    norm = bench.model.norm
-    projections = {
-        "qkv": ([layer.self_attn.qkv_proj for layer in layers], x, {"norm_weight": norm.weight, "eps": norm.eps}),
-        "o": ([layer.self_attn.o_proj for layer in layers], wide, {"residual": residual}),
-        "gate_up": ([layer.mlp.gate_up_proj for layer in layers], x, {"norm_weight": norm.weight, "gated": True}),
-        "down": ([layer.mlp.down_proj for layer in layers], inner, {"residual": residual}),
-        "head": ([bench.model.lm_head], x, {"out_dtype": torch.float32}),
-    }
-    for name, (linears, given, options) in projections.items():
-        weights = [linear.weight for linear in linears if linear.weight is not None]
-        moved = weights[0].nbytes
-        bench.time(batch, f"{name}, torch", lambda g=given, w=weights: [g @ one.t() for one in w], moved, len(weights))
-        if requests <= kernels.MAX_ROWS:
-            bench.time(
-                batch,
-                f"{name}, small_linear {' '.join(options)}",
-                lambda g=given, w=weights, o=options: [kernels.small_linear(g, one, **o) for one in w],
-                moved,
-                len(weights),
-            )
-    n = len(layers)
-    bench.time(batch, "silu_mul", lambda: [kernels.silu_mul(gate_up) for _ in layers], gate_up.nbytes * 3 // 2, n)
-    bench.time(
-        batch,
-        "add_rms_norm",
-        lambda: [kernels.add_rms_norm(x, residual, norm.weight, norm.eps) for _ in layers],
-        4 * x.nbytes,
-        n,
-    )
+
+    def run_silu() -> None:
+        for _ in layers:
+            kernels.silu_mul(gate_up)
+
+    def run_norm() -> None:
+        for _ in layers:
+            kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
+
+    bench.time(batch, "silu_mul", run_silu, gate_up.nbytes * 3 // 2, len(layers))
+    bench.time(batch, "add_rms_norm", run_norm, 4 * x.nbytes, len(layers))
+
+
+def bench_prefill(bench: Bench, requests: int, tokens: int) -> None:
+    """Norm, RoPE and store, and attention of prompts of equal length; prints TFLOP/s, as reading is no limit."""
+    config, metadata = bench.config, bench.metadata(requests, tokens)
+    metadata.num_decodes, metadata.num_tokens = 0, requests * tokens
+    metadata.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=bench.device) * tokens
+    positions = torch.arange(tokens, device=bench.device).repeat(requests)
+    blocks = metadata.block_table.long().repeat_interleave(tokens, 0).gather(1, (positions // BLOCK_SIZE).view(-1, 1))
+    metadata.slot_mapping = blocks.view(-1) * BLOCK_SIZE + positions % BLOCK_SIZE
+    rotation = bench.rotation(positions)
+    plan = bench.attention.prepare(metadata, bench.cache)
+    qkv = bench.random(requests * tokens, bench.qkv_size)
+
+    def run() -> None:
+        for cache in bench.cache.unbind(0):
+            bench.attention.forward(plan, qkv, cache, rotation)
+
+    micros = graph_microseconds(run) / config.num_hidden_layers
+    flops = 2 * requests * tokens * tokens * config.num_attention_heads * config.head_dim
+    print(f"prefill of {requests} x {tokens}: {micros:.1f} us a layer, {flops / micros / 1e6:.0f} TFLOP/s", flush=True)
 
 
 def bench_step(bench: Bench, batch: str) -> None:
@@ -195,13 +241,11 @@ def bench_step(bench: Bench, batch: str) -> None:
     ids = torch.randint(config.vocab_size, (requests,), dtype=torch.int32, device=bench.device)
     positions = torch.full((requests,), context - 1, device=bench.device)
     rows, zeros = torch.arange(requests, device=bench.device), torch.zeros(requests, device=bench.device)
+    idx_mapping = rows.int()
 
     def run() -> None:
-        hidden = fused_forward(bench.model, bench.attention, ids, positions, metadata, bench.cache)
-        logits = fused_logits(bench.model, hidden, "auto")
-        kernels.gumbel_sample(
-            logits, rows.int(), zeros, rows, rows, purpose=kernels.Purpose.SAMPLE, all_greedy=True
-        )
+        logits = bench.model.compute_logits(bench.model(ids, positions, metadata, bench.cache))
+        kernels.gumbel_sample(logits, idx_mapping, zeros, rows, rows, purpose=kernels.Purpose.SAMPLE, all_greedy=True)
 
     weights = sum(weight.nbytes for weight in weight_views(bench.model).values())
     kv = 2 * requests * context * config.num_key_value_heads * config.head_dim * 2 * config.num_hidden_layers
@@ -217,12 +261,17 @@ def main() -> None:
         raise SystemExit("engine.bench.kernels measures CUDA kernels, and this torch sees no CUDA device")
     device = torch.device("cuda")
     bench = Bench(device)
-    print(f"{device_name(device)}, torch {torch.__version__}, commit {commit()}, {bench.read / 1e12:.2f} TB/s", flush=True)
+    print(
+        f"{device_name(device)}, torch {torch.__version__}, commit {commit()}, {bench.read / 1e12:.2f} TB/s", flush=True
+    )
     with torch.inference_mode():
         for batch in BATCHES:
             bench_attention(bench, batch)
             bench_projections(bench, batch)
+            bench_elementwise(bench, batch)
             bench_step(bench, batch)
+        for requests, tokens in PREFILLS:
+            bench_prefill(bench, requests, tokens)
     if args.json:
         args.json.write_text(json.dumps([asdict(line) for line in bench.lines], indent=1))
 

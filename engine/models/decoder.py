@@ -15,7 +15,9 @@ from torch import Tensor
 from ..attention.backend import AttentionBackend
 from ..attention.metadata import AttentionMetadata
 from ..attention.torch_backend import TorchAttention
+from ..attention.triton_backend import TritonAttention
 from .config import ModelConfig
+from .fused import can_fuse, fused_forward, fused_logits
 from .layers import Embedding, Linear, RMSNorm
 from .rope import RotaryEmbedding, apply_rope_
 
@@ -90,9 +92,10 @@ class CausalLM:
         if config.tie_word_embeddings:
             self.lm_head.set_weight(self.embed_tokens.weight)
         self.rotary_emb = RotaryEmbedding(config, dtype, device)
-        self.attention: AttentionBackend = TorchAttention(
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype
-        )
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.attention: AttentionBackend = TorchAttention(*heads, dtype)
+        self.triton_attention = TritonAttention(*heads, device) if can_fuse(device) else None
+        """Where there is one, a step runs through fused.py; set it to None to run layer by layer."""
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
@@ -107,6 +110,8 @@ class CausalLM:
         Returns:
             Hidden states after the last norm, [t, hidden_size], in the model's dtype.
         """
+        if self.triton_attention is not None:
+            return fused_forward(self, self.triton_attention, input_ids, positions, metadata, kv_cache)
         x = self.embed_tokens(input_ids)
         rope = self.rotary_emb(positions)
         plan = self.attention.prepare(metadata, kv_cache)
@@ -121,4 +126,6 @@ class CausalLM:
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits f32 [l, vocab_size] of hidden states [l, hidden_size]."""
+        if self.triton_attention is not None:
+            return fused_logits(self, hidden, self.triton_attention.form)
         return self.lm_head(hidden).float()

@@ -1,7 +1,8 @@
-"""The decoder's step in few launches: what a GPU runs instead of decoder.py's layer by layer operations.
+"""The decoder's step in few launches: what a GPU runs instead of decoder.py's operations layer by layer.
 
-The result is the same up to rounding. Up to MAX_ROWS rows a layer is five launches, each projection with the norm before
-it and the gate or the residual after it; beyond, projections are torch's and the pieces between them are kernels.
+The result is the same up to rounding. Up to MAX_ROWS rows a layer is five launches: attention, and each projection
+with the norm before it and the gate or the residual after it; beyond, projections are torch's and what stands between
+them is one kernel each.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import torch
 from torch import Tensor
 
 from kernels import MAX_ROWS, HeadRotation, add_rms_norm, silu_mul, small_linear
+from kernels.triton_support import TRITON_IMPORT_ERROR
 
 from ..attention.metadata import AttentionMetadata
 from ..attention.triton_backend import TritonAttention
+from .layers import Linear
 
 if TYPE_CHECKING:
     from .decoder import CausalLM, DecoderLayer
 
 Attend = Callable[[Tensor, Tensor, HeadRotation], Tensor]
 """The backend's forward for this step: (qkv, the layer's kv_cache, rotation) -> attention output."""
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether the kernels run here at more than an interpreter's speed."""
+    return device.type == "cuda" and TRITON_IMPORT_ERROR is None
 
 
 def fused_forward(
@@ -53,13 +61,18 @@ def fused_forward(
 
 def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
     """As :meth:`engine.models.decoder.CausalLM.compute_logits`, with the sums left in float32."""
-    weight = model.lm_head.weight
-    assert weight is not None
+    weight = _weight(model.lm_head)
     if hidden.shape[0] <= MAX_ROWS:
         return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
+
+
+def _weight(linear: Linear) -> Tensor:
+    if linear.weight is None:
+        raise ValueError("this projection is packed for a CPU alone: the fused step needs its plain weight")
+    return linear.weight
 
 
 def _rotation(layer: DecoderLayer, model: CausalLM, positions: Tensor) -> HeadRotation:
@@ -77,15 +90,15 @@ def _few_rows(
     attn, mlp = layer.self_attn, layer.mlp
     norm = layer.input_layernorm
     qkv = small_linear(
-        residual, attn.qkv_proj.weight, norm_weight=norm.weight, eps=norm.eps, bias=attn.qkv_proj.bias, form=form
+        residual, _weight(attn.qkv_proj), norm_weight=norm.weight, eps=norm.eps, bias=attn.qkv_proj.bias, form=form
     )
     out = attend(qkv, cache, rotation)
-    small_linear(out, attn.o_proj.weight, bias=attn.o_proj.bias, residual=residual, form=form)
+    small_linear(out, _weight(attn.o_proj), bias=attn.o_proj.bias, residual=residual, form=form)
     norm = layer.post_attention_layernorm
     gated = small_linear(
-        residual, mlp.gate_up_proj.weight, norm_weight=norm.weight, eps=norm.eps, gated=True, form=form
+        residual, _weight(mlp.gate_up_proj), norm_weight=norm.weight, eps=norm.eps, gated=True, form=form
     )
-    small_linear(gated, mlp.down_proj.weight, residual=residual, form=form)
+    small_linear(gated, _weight(mlp.down_proj), residual=residual, form=form)
 
 
 def _many_rows(

@@ -1,7 +1,8 @@
 """ModelState keeps what is particular to a model family out of both runners.
 
-The base class is a plain decoder: its input is token ids and positions, its attention is paged, it has no state beyond the
-KV cache. A family with more (multimodal embeddings, recurrent state, other rope inputs) overrides what differs.
+The base class is a plain decoder: its input is token ids and positions, its attention is paged, it has no state
+beyond the KV cache. A family with more (multimodal embeddings, recurrent state, other rope inputs) overrides what
+differs.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class ModelState:
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,
         num_decodes: int,
+        has_admitted: bool = False,
     ) -> AttentionMetadata:
         """The attention metadata of one step; sizes come from the host's integers, never from a device tensor."""
         lengths = np.diff(query_start_loc_np[: num_reqs + 1])
@@ -64,6 +66,7 @@ class ModelState:
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens_np.max()),
             num_decodes=num_decodes,
+            has_admitted=has_admitted,
         )
 
     def prepare_dummy_inputs(self, num_tokens: int, device: torch.device) -> dict[str, Any]:

@@ -8,15 +8,18 @@ rows leave), B `sampled tokens` (plain loop).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..device import Device, Event
+from ..device import CudaStream, Device, Event
+from ..graphs import GraphPool
 from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
@@ -113,6 +116,48 @@ class ModelRunnerV1:
         self.last_inputs: StepInputs | None = None
         self._inputs: StepInputs | None = None
         self._values = DeviceValues()
+        self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
+        self.capture()
+
+    def capture(self) -> None:
+        """Captures the model's forward for pure decode batches; does nothing on a CPU or with enforce_eager.
+
+        Only the forward: V1 makes its inputs on the host, so they can't be part of a graph.
+        """
+        self.capture_seconds = 0.0
+        if self.graphs is None or self.config.enforce_eager:
+            return
+        begin = time.monotonic()
+        for size in sorted(self.config.cudagraph_capture_sizes, reverse=True):
+            if size <= min(self.max_num_reqs, self.max_num_tokens):
+                self.graphs.capture(size, partial(self._padding_forward, size))
+        self.device.drain()
+        self.capture_seconds = time.monotonic() - begin
+
+    def _padding_forward(self, size: int) -> Callable[[], torch.Tensor]:
+        """The forward of `size` decodes of which none is there: it may run at any time and writes no cache."""
+        self.slot_mapping.fill_(-1)
+        self.seq_lens.zero_()
+        metadata = self.model_state.prepare_attn(
+            num_reqs=size,
+            num_tokens=size,
+            num_tokens_padded=size,
+            query_start_loc=self.query_start_loc.gpu,
+            query_start_loc_np=np.arange(size + 1, dtype=np.int32),
+            seq_lens=self.seq_lens,
+            seq_lens_np=np.full(size, self.config.max_model_len, dtype=np.int32),
+            block_table=self.input_batch.block_table.gpu,
+            slot_mapping=self.slot_mapping[:size],
+            num_decodes=size,
+        )
+        inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:size], self.positions[:size])
+        return partial(self.model, **inputs, metadata=metadata, kv_cache=self.kv_cache)
+
+    def _captured_size(self, num_reqs: int, num_tokens: int) -> int | None:
+        """The smallest captured batch that holds these decodes; None for a batch with prompts, or without a graph."""
+        if self.graphs is None or num_tokens != num_reqs:
+            return None
+        return next((n for n in self.config.cudagraph_capture_sizes if n >= num_reqs and n in self.graphs), None)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -274,6 +319,9 @@ class ModelRunnerV1:
             block_table=batch.block_table.gpu,
             slot_mapping=self.slot_mapping[:t],
             num_decodes=int((scheduled == 1).sum()),
+            has_admitted=bool(
+                scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+            ),
         )
         self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata)
         self._values = DeviceValues()
@@ -289,6 +337,8 @@ class ModelRunnerV1:
         self.seq_lens[:r].copy_(self.num_computed_tokens.gpu[:r] + self.num_scheduled_tokens.gpu[:r])
         self.seq_lens[r:].zero_()
         blocks = self.input_batch.block_table.gpu[req_indices, positions // block_size]
+        # A captured batch is larger: its rows beyond t must write nothing.
+        self.slot_mapping[t:].fill_(-1)
         self.slot_mapping[:t].copy_(blocks.long() * block_size + positions % block_size)
 
     def _scatter_sampled_tokens(self, req_ids: tuple[str, ...], ends: np.ndarray) -> dict[str, str]:
@@ -327,6 +377,10 @@ class ModelRunnerV1:
     def forward(self) -> None:
         assert self._inputs is not None, "forward: prepare_inputs comes first"
         t, metadata, values = self._inputs.num_tokens, self._inputs.metadata, self._values
+        graphs, size = self.graphs, self._captured_size(len(self._inputs.req_ids), t)
+        if graphs is not None and size is not None:
+            self._submit_replay(graphs, size, values)
+            return
         inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:t], self.positions[:t])
 
         def run() -> None:
@@ -335,6 +389,14 @@ class ModelRunnerV1:
         self.device.compute.submit("forward", run)
         if self.hooks.active:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "forward", "torch"))
+
+    def _submit_replay(self, graphs: GraphPool, size: int, values: DeviceValues) -> None:
+        def replay() -> None:
+            values.hidden = graphs.replay(size)
+
+        self.device.compute.submit(f"graph of {size}", replay)
+        if self.hooks.active:
+            self.hooks.emit(KernelLaunched(*self.hooks.stamp(), f"graph of {size}", "triton"))
 
     def sample_tokens(self) -> ReadyOutput | AsyncGPUModelRunnerOutput:
         assert self._inputs is not None, "sample_tokens: execute_model comes first"

@@ -8,6 +8,7 @@ table (ARCHITECTURE.md).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -110,8 +111,10 @@ class ModelRunnerV2:
     def capture(self) -> None:
         """Captures the whole decode step at each of the configured sizes; does nothing on a CPU or with
         enforce_eager."""
+        self.capture_seconds = 0.0
         if self.graphs is None or self.config.enforce_eager:
             return
+        begin = time.monotonic()
         for size in sorted(self.config.cudagraph_capture_sizes, reverse=True):
             if size > min(self.max_num_reqs, self.max_num_tokens):
                 continue
@@ -119,6 +122,7 @@ class ModelRunnerV2:
             for plan in CAPTURED_PLANS:
                 self.graphs.capture((size, plan), partial(partial, work.decode_step, plan))
         self.device.drain()
+        self.capture_seconds = time.monotonic() - begin
 
     def _padding_work(self, size: int) -> StepWork:
         """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
@@ -233,6 +237,7 @@ class ModelRunnerV2:
             query_start_loc_np=batch.query_start_loc_np,
             seq_lens_np=batch.seq_lens_np,
             num_decodes=batch.num_decodes,
+            has_admitted=batch.has_prefill,
         )
         idx_mapping = self.device.to_device(batch.idx_mapping_np)
         return StepWork(self, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
@@ -246,6 +251,7 @@ class ModelRunnerV2:
         query_start_loc_np: np.ndarray,
         seq_lens_np: np.ndarray,
         num_decodes: int,
+        has_admitted: bool = False,
     ) -> AttentionMetadata:
         return self.model_state.prepare_attn(
             num_reqs=num_reqs,
@@ -258,6 +264,7 @@ class ModelRunnerV2:
             block_table=self.block_tables.input_block_table,
             slot_mapping=self.block_tables.slot_mapping[:num_tokens_padded],
             num_decodes=num_decodes,
+            has_admitted=has_admitted,
         )
 
     def _make_batch(self, scheduler_output: SchedulerOutput) -> InputBatch:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ both_runners = pytest.mark.parametrize("runner", RUNNERS)
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_model(name: str = "tiny-llama", dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(name, dtype=dtype, device=torch.device("cpu"), load_format="dummy")
 
@@ -34,12 +34,18 @@ def tiny_model(name: str = "tiny-llama", dtype: torch.dtype = torch.float32) -> 
 def make_llm(runner: str = "v2", loop: str = "overlapped", loaded: LoadedModel | None = None, **kwargs: Any) -> LLM:
     """A tiny engine on shared weights; every keyword of `LLM` may be given."""
     defaults: dict[str, Any] = {
-        "max_model_len": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 129,
+        "max_model_len": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 129,
     }  # fmt: skip
     return LLM(
         loaded=loaded or tiny_model(), use_v2_model_runner=runner == "v2", async_scheduling=loop == "overlapped",
         **(defaults | kwargs),
     )  # fmt: skip
+
+
+def close(llm: LLM) -> None:
+    """Ends the threads, as `LLM.close`, without its collection of garbage: a tenth of a second, hundreds of times."""
+    llm.core.device.close()
 
 
 @contextmanager
@@ -48,7 +54,7 @@ def tiny_llm(runner: str = "v2", loop: str = "overlapped", **kwargs: Any) -> Ite
     try:
         yield llm
     finally:
-        llm.close()
+        close(llm)
 
 
 def greedy(max_tokens: int = 8, **kwargs: Any) -> SamplingParams:
@@ -68,7 +74,7 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reference_llm(name: str) -> LLM:
     return make_llm("v1", "plain", tiny_model(name), enable_prefix_caching=False, max_num_seqs=1)
 

@@ -1,23 +1,25 @@
-"""Prompts of our own for parity: code, prose, chat, lists, other languages, numbers, whitespace, emoji, very short, long."""
+"""Prompts of our own for parity: code, prose, chat, lists, languages, numbers, whitespace, emoji, short and long."""
 
 from __future__ import annotations
 
 LONG = (
-    "The lighthouse keeper wrote in his log every evening, and the entries grew shorter as the winter went on. In October he "
-    "noted the wind, the height of the waves, the ships that passed and the birds that rested on the railing. In November he "
-    "noted the wind and the ships. In December he noted only the wind. On the first day of January he wrote that the lamp had "
-    "gone out at three in the morning, that he had climbed the stairs in the dark, and that at the top he had found the window "
-    "open and a gull asleep on the warm glass. He did not know whether to wake it. He lit the second lamp instead, which nobody "
-    "had used for twenty years, and it burned with a yellow light that a captain on the way to Bergen took for the moon. The "
-    "captain wrote to the harbour office, and the office sent an inspector, who arrived in March with a notebook, a ladder and "
-    "a list of questions, of which the first was how a gull could have opened a window that had been painted shut, and the"
+    "The lighthouse keeper wrote in his log every evening, and the entries grew shorter as the winter went on. In"
+    " October he noted the wind, the height of the waves, the ships that passed and the birds that rested on the "
+    "railing. In November he noted the wind and the ships. In December he noted only the wind. On the first day "
+    "of January he wrote that the lamp had gone out at three in the morning, that he had climbed the stairs in "
+    "the dark, and that at the top he had found the window open and a gull asleep on the warm glass. He did not "
+    "know whether to wake it. He lit the second lamp instead, which nobody had used for twenty years, and it "
+    "burned with a yellow light that a captain on the way to Bergen took for the moon. The captain wrote to the "
+    "harbour office, and the office sent an inspector, who arrived in March with a notebook, a ladder and a list "
+    "of questions, of which the first was how a gull could have opened a window that had been painted shut, and "
+    "the"
 )
 
 TEXTS = (
     "Once upon a time, in a village by the sea,",
     "The capital of France is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "import numpy as np\n\n\ndef softmax(x: np.ndarray) -> np.ndarray:\n    \"\"\"Numerically stable.\"\"\"\n",
+    'import numpy as np\n\n\ndef softmax(x: np.ndarray) -> np.ndarray:\n    """Numerically stable."""\n',
     "SELECT name, COUNT(*) FROM orders JOIN customers ON",
     "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {",
     "Shopping list:\n- eggs\n- flour\n- butter\n-",

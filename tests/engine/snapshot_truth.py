@@ -60,7 +60,11 @@ def _check_row(snapshot: Snapshot, request: Request, cells: dict[str, int | floa
         # The device has executed all that was scheduled, so its truth has caught up with the host's bound.
         assert cells["num_computed_tokens"] == request.num_computed_tokens
         assert cells["total_len"] == num_tokens and cells["prompt_len"] == request.num_prompt_tokens
-        if not request.num_output_placeholders and request.num_output_tokens and cells["total_len"] > cells["prefill_len"]:
+        if (
+            not request.num_output_placeholders
+            and request.num_output_tokens
+            and cells["total_len"] > cells["prefill_len"]
+        ):
             assert cells["last_sampled_token"] == request.output_token_ids[-1]
     else:
         assert cells["num_tokens"] == num_tokens and cells["num_prompt_tokens"] == request.num_prompt_tokens
@@ -78,9 +82,13 @@ def _check_inputs(snapshot: Snapshot, request: Request) -> None:
     assert inputs.seq_lens[index] == request.num_computed_tokens
     blocks = snapshot.block_tables.gathered[index]
     assert blocks == tuple(snapshot.block_tables.persistent[snapshot.block_tables.idx_mapping[index]])[: len(blocks)]
-    assert inputs.slot_mapping[begin:end] == tuple(blocks[p // block_size] * block_size + p % block_size for p in positions)
+    assert inputs.slot_mapping[begin:end] == tuple(
+        blocks[p // block_size] * block_size + p % block_size for p in positions
+    )
     known = request.all_token_ids
     for position, token in zip(positions, inputs.input_ids[begin:end], strict=True):
         if position < len(known):
-            assert token == known[position], f"{request.request_id} at {position}: input {token}, right is {known[position]}"
+            assert token == known[position], (
+                f"{request.request_id} at {position}: input {token}, right is {known[position]}"
+            )
     assert inputs.logits_indices[index] == end - 1

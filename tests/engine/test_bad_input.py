@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from engine import LLM, ConfigError, SamplingParams, SpeculativeConfig
-from tests.engine.engine_helpers import assert_empty, both_runners, greedy, ids, make_llm, prompt_of, reference, tiny_model, tokens_of
+from tests.engine.engine_helpers import (
+    assert_empty,
+    both_runners,
+    greedy,
+    ids,
+    make_llm,
+    prompt_of,
+    reference,
+    tiny_model,
+    tokens_of,
+)
 
 GOOD = prompt_of(7, 5)
 
@@ -28,13 +38,17 @@ def llm(shared: LLM) -> Iterator[LLM]:
     assert tokens_of(shared.generate(ids(*GOOD), greedy(5), use_tqdm=False)) == [reference(GOOD, greedy(5))]
 
 
-# -- prompts -------------------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------------------------
 
 BAD_PROMPTS = {
     "no ids": (ids(), ValueError, "empty"),
     "too long": (ids(*prompt_of(64)), ValueError, "64 tokens.*max_model_len=64"),
     "far too long": (ids(*prompt_of(500)), ValueError, "500 tokens"),
-    "id above the vocabulary": (ids(5, 384), ValueError, r"prompt_token_ids\[1\] = 384: must be a token id from 0 to 383"),
+    "id above the vocabulary": (
+        ids(5, 384),
+        ValueError,
+        r"prompt_token_ids\[1\] = 384: must be a token id from 0 to 383",
+    ),
     "negative id": (ids(-1, 5), ValueError, r"prompt_token_ids\[0\] = -1"),
     "a bool for an id": (ids(5, True), ValueError, r"prompt_token_ids\[1\] = True"),
     "a float for an id": (ids(5, 2.0), ValueError, r"prompt_token_ids\[1\] = 2.0"),
@@ -93,8 +107,10 @@ def test_ids_in_use_are_refused(llm: LLM) -> None:
 
 def test_an_id_of_a_completion_is_refused_while_its_parent_runs(llm: LLM) -> None:
     """With n=2, `1_a` ends first; a caller's own request of that name would be taken for it."""
-    stop = [prompt for prompt in range(3, 40)]
-    llm.add(ids(*GOOD), SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=12, stop_token_ids=stop), request_id="a")
+    stop = range_list(40)[3:]
+    llm.add(
+        ids(*GOOD), SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=12, stop_token_ids=stop), request_id="a"
+    )
     with pytest.raises(ValueError, match="'1_a' belongs to an unfinished request"):
         llm.add(ids(*GOOD), greedy(3), request_id="1_a")
     llm.add(ids(*prompt_of(5)), greedy(30), request_id="0_b")
@@ -119,7 +135,7 @@ def range_list(n: int) -> list[int]:
     return list(range(n))
 
 
-# -- sampling parameters -------------------------------------------------------------------------------------------------
+# -- sampling parameters ---------------------------------------------------------------------------------------------
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
@@ -138,7 +154,11 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     *[({"stop": value}, "stop=") for value in ("", ["a", ""], [1], 5, 0)],
     *[({"stop_token_ids": value}, "stop_token_ids=") for value in ([-1], [1.5], [True], 5, 0, "12", ["x"])],
     ({"stop": "x", "detokenize": False}, "use stop_token_ids"),
-    *[({name: value}, f"{name}=") for name in ("ignore_eos", "skip_special_tokens", "detokenize") for value in (1, "no", None)],
+    *[
+        ({name: value}, f"{name}=")
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize")
+        for value in (1, "no", None)
+    ],
     ({"temprature": 0}, "'temprature', did you mean 'temperature'"),
     ({"max_new_tokens": 5}, "'max_new_tokens', did you mean 'max_tokens'"),
     ({"zzz": 5}, "unknown sampling parameter 'zzz'.*Known: n, temperature"),
@@ -159,7 +179,7 @@ def test_good_sampling_parameters_at_the_edge() -> None:
     assert SamplingParams(max_tokens=None).max_tokens is None
 
 
-# -- configuration -------------------------------------------------------------------------------------------------------
+# -- configuration ---------------------------------------------------------------------------------------------------
 
 BAD_CONFIG: list[tuple[dict[str, Any], str]] = [
     ({"max_num_sequences": 4}, "unknown keyword 'max_num_sequences', did you mean 'max_num_seqs'"),
@@ -240,7 +260,9 @@ def test_shared_weights_decide_the_dtype() -> None:
         llm.close()
 
 
-@pytest.mark.parametrize(("value", "message"), [("2", "VLLM_USE_V2_MODEL_RUNNER='2': possible is 0 or 1"), ("v2", "='v2'")])
+@pytest.mark.parametrize(
+    ("value", "message"), [("2", "VLLM_USE_V2_MODEL_RUNNER='2': possible is 0 or 1"), ("v2", "='v2'")]
+)
 def test_a_bad_environment_switch(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     with pytest.raises(ValueError, match=message):

@@ -28,7 +28,7 @@ from tests.engine.engine_helpers import (
 )
 from tests.engine.snapshot_truth import assert_truthful
 
-# -- T1: moving rows of V1's batch ---------------------------------------------------------------------------------------
+# -- T1: moving rows of V1's batch -----------------------------------------------------------------------------------
 
 SETS = ("greedy_reqs", "random_reqs", "top_p_reqs", "top_k_reqs", "min_p_reqs")
 
@@ -43,7 +43,8 @@ def _batch(num_rows: int) -> InputBatch:
 def _state(index: int) -> CachedRequestState:
     """A request that differs from every other in each column; odd ones are greedy and have no generator."""
     params = SamplingParams(
-        temperature=0 if index % 2 else 0.5 + index, top_p=0.9 - index / 10, top_k=index + 1, min_p=0.1 + index / 100, seed=index,
+        temperature=0 if index % 2 else 0.5 + index, top_p=0.9 - index / 10, top_k=index + 1,
+        min_p=0.1 + index / 100, seed=index,
         min_tokens=index, max_tokens=9, logprobs=index,
     )  # fmt: skip
     return CachedRequestState(
@@ -61,14 +62,22 @@ def _row(batch: InputBatch, row: int) -> dict[str, object]:
     dicts = {f"dict {i}": mapping.get(row) for i, mapping in enumerate(batch._row_dicts())}
     members = {name: req_id in getattr(batch, name) for name in SETS}
     index = batch.req_id_to_index[req_id]  # type: ignore[index]
-    return {"req_id": req_id, "tokens": batch.token_ids_cpu[row, :used].tolist(), "row": index - row, **columns, **dicts, **members}
+    return {
+        "req_id": req_id,
+        "tokens": batch.token_ids_cpu[row, :used].tolist(),
+        "row": index - row,
+        **columns,
+        **dicts,
+        **members,
+    }
 
 
 def test_every_array_with_an_entry_a_row_is_a_row_column() -> None:
     """A column added later and forgotten in `_row_columns` or `_row_dicts` would stay behind when its row moves."""
     batch = _batch(3)
     arrays = {
-        name: value if isinstance(value, np.ndarray) else getattr(value, "np", None) for name, value in vars(batch).items()
+        name: value if isinstance(value, np.ndarray) else getattr(value, "np", None)
+        for name, value in vars(batch).items()
     }
     named = {id(column) for column in batch._row_columns()}
     missing = [
@@ -88,7 +97,9 @@ def test_t1_a_swap_exchanges_every_column_exactly(a: int, b: int) -> None:
     batch.swap_states(a, b)
     after = [_row(batch, row) for row in range(4)]
     assert after[a] == before[b] and after[b] == before[a]
-    assert [after[row] for row in range(4) if row not in (a, b)] == [before[row] for row in range(4) if row not in (a, b)]
+    assert [after[row] for row in range(4) if row not in (a, b)] == [
+        before[row] for row in range(4) if row not in (a, b)
+    ]
     batch.swap_states(a, b)
     assert [_row(batch, row) for row in range(4)] == before
 
@@ -152,7 +163,7 @@ def test_t1_in_a_running_engine(loop: str) -> None:
     }
 
 
-# -- T4: preempted and resumed -------------------------------------------------------------------------------------------
+# -- T4: preempted and resumed ---------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -189,7 +200,7 @@ def test_t4_a_resumed_request_has_its_new_blocks_and_no_old_one(runner: str, loo
     assert [tokens[f"r{i}"] for i in range(3)] == [reference(prompt, greedy(12)) for prompt in prompts]
 
 
-# -- T6: chunks beside a decode ------------------------------------------------------------------------------------------
+# -- T6: chunks beside a decode --------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -216,7 +227,7 @@ def test_t6_only_the_chunk_that_completes_the_prompt_reserves_a_token(runner: st
     assert len(tokens["prompt"]) == 1
 
 
-# -- T8: padding ---------------------------------------------------------------------------------------------------------
+# -- T8: padding -----------------------------------------------------------------------------------------------------
 
 
 def test_t8_a_padded_step_writes_no_slot_of_its_padding() -> None:
@@ -228,14 +239,20 @@ def test_t8_a_padded_step_writes_no_slot_of_its_padding() -> None:
         with tiny_llm("v2", "plain", cudagraph_capture_sizes=sizes, max_num_seqs=4) as llm:
             seen = logits.setdefault(sizes, [])
             compute = llm.core.runner.model.compute_logits
-            with replaced_model(llm, compute_logits=lambda h, seen=seen, compute=compute: seen.append(compute(h)) or seen[-1]):
+            with replaced_model(
+                llm, compute_logits=lambda h, seen=seen, compute=compute: seen.append(compute(h)) or seen[-1]
+            ):
                 for prompt in prompts:
                     llm.add(ids(*prompt), greedy(6))
                 llm.step()
                 for _ in range(3):
                     cache = llm.core.worker.kv_cache
                     before = cache.clone()
-                    owned = [b for r in llm.core.scheduler.running for b in llm.core.scheduler.kv_cache.block_ids(r.request_id)]
+                    owned = [
+                        b
+                        for r in llm.core.scheduler.running
+                        for b in llm.core.scheduler.kv_cache.block_ids(r.request_id)
+                    ]
                     free = [b for b in range(cache.shape[2]) if b not in owned]
                     cache[:, :, free] = sentinel
                     llm.step()
@@ -272,7 +289,7 @@ def test_t8_padding_to_any_size_changes_no_token(num_decodes: int) -> None:
     assert tokens_of(outputs) == [reference(prompt, greedy(8)) for prompt in prompts]
 
 
-# -- T9: full prefix hits ------------------------------------------------------------------------------------------------
+# -- T9: full prefix hits --------------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -293,7 +310,7 @@ def test_t9_a_hit_leaves_at_least_one_token_to_compute(runner: str, loop: str, l
 @both_runners
 @both_loops
 def test_t9_prefixes_are_found_in_answers_too(runner: str, loop: str) -> None:
-    """A conversation: the next prompt is the last one and its answer. All of it but the last, unwritten token can hit."""
+    """A conversation: the next prompt is the last one and its answer. All but the last token of it can hit."""
     with tiny_llm(runner, loop, num_gpu_blocks_override=40) as llm:
         prompt, hits = prompt_of(7), []
         for _ in range(4):
@@ -304,18 +321,22 @@ def test_t9_prefixes_are_found_in_answers_too(runner: str, loop: str) -> None:
     assert hits == [0, 12, 16, 24]
 
 
-# -- T25 with everything at once; the random ones are in test_property.py -------------------------------------------------
+# -- T25 with everything at once; the random ones are in test_property.py --------------------------------------------
 
 
 def test_t25_one_trace_on_every_runner_and_loop() -> None:
     trace = [
-        TraceRequest(f"r{i}", tuple([*prompt_of(8, 1), *prompt_of(1 + 3 * i, i)]), greedy(4 + 3 * i), arrival=i, priority=-i)
+        TraceRequest(
+            f"r{i}", tuple([*prompt_of(8, 1), *prompt_of(1 + 3 * i, i)]), greedy(4 + 3 * i), arrival=i, priority=-i
+        )
         for i in range(5)
     ]
     seen = {}
     for runner in RUNNERS:
         for loop in LOOPS:
-            llm = make_llm(runner, loop, max_num_batched_tokens=9, num_gpu_blocks_override=12, scheduling_policy="priority")
+            llm = make_llm(
+                runner, loop, max_num_batched_tokens=9, num_gpu_blocks_override=12, scheduling_policy="priority"
+            )
             try:
                 result = run_trace(llm, trace)
             finally:
@@ -323,4 +344,4 @@ def test_t25_one_trace_on_every_runner_and_loop() -> None:
             assert result.num_preemptions > 0 and result.num_cached_tokens > 0
             seen[runner, loop] = {name: output.outputs[0].token_ids for name, output in result.outputs.items()}
     right = {request.request_id: reference(request.prompt, request.params) for request in trace}
-    assert seen == {key: right for key in seen}
+    assert seen == dict.fromkeys(seen, right)

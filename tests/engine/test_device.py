@@ -41,7 +41,9 @@ def test_submit_returns_at_once_and_work_runs_in_order(device: Device) -> None:
 
 def test_work_runs_on_another_thread_without_gradients(device: Device) -> None:
     seen: list[object] = []
-    device.compute.submit("look", lambda: seen.extend([threading.current_thread().name, torch.is_inference_mode_enabled()]))
+    device.compute.submit(
+        "look", lambda: seen.extend([threading.current_thread().name, torch.is_inference_mode_enabled()])
+    )
     device.compute.record_event().synchronize()
     assert seen == ["runnerscope-compute", True]
     assert not torch.is_inference_mode_enabled()

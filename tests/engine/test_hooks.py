@@ -49,7 +49,8 @@ ONLY = {"v1": {RowMoved}, "v2": {BlockTableGathered}}
 """Events that one runner alone has. V1 has no block tables to gather, V2's rows never move."""
 
 TRACE = [
-    TraceRequest(f"r{i}", tuple([*prompt_of(4), *prompt_of(3 + 5 * (i % 3), i)]), greedy(5 + 3 * i), arrival=i) for i in range(5)
+    TraceRequest(f"r{i}", tuple([*prompt_of(4), *prompt_of(3 + 5 * (i % 3), i)]), greedy(5 + 3 * i), arrival=i)
+    for i in range(5)
 ]
 TRACE.append(TraceRequest("gone", tuple(prompt_of(5, 7)), greedy(30), arrival=2, abort_at=7))
 
@@ -63,7 +64,9 @@ def _run(runner: str, loop: str) -> tuple[list[Event], TraceResult]:
         return events, run_trace(llm, TRACE)
 
 
-@pytest.fixture(scope="module", params=[(r, loop) for r in ("v1", "v2") for loop in ("plain", "overlapped")], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(r, loop) for r in ("v1", "v2") for loop in ("plain", "overlapped")], ids="-".join
+)
 def recorded(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[Event], TraceResult]]:
     runner, loop = request.param
     yield (runner, *_run(runner, loop))
@@ -110,7 +113,9 @@ def test_the_life_of_a_request_is_in_order(recorded: tuple[str, list[Event], Tra
         finished = [e for e in own if isinstance(e, RequestFinished)]
         assert [e.reason for e in finished] == ["length" if request.abort_at is None else "abort"]
         resumed = sum(isinstance(e, RequestResumed) for e in own)
-        assert resumed == sum(isinstance(e, RequestPreempted) for e in own) == sum(e.kind == "resumed" for e in scheduled)
+        assert (
+            resumed == sum(isinstance(e, RequestPreempted) for e in own) == sum(e.kind == "resumed" for e in scheduled)
+        )
 
 
 def test_rows_are_written_once_and_freed_once(recorded: tuple[str, list[Event], TraceResult]) -> None:
@@ -150,10 +155,12 @@ def test_inputs_name_their_makers_and_batches_their_rows(recorded: tuple[str, li
     assert all(set(e.made_by) == names for e in prepared)
     kernels = {e.name for e in events if isinstance(e, KernelLaunched)}
     if runner == "v2":
-        assert {e.step: len(e.idx_mapping) for e in events if isinstance(e, BlockTableGathered)} == {e.step: e.num_reqs for e in prepared}
+        assert {e.step: len(e.idx_mapping) for e in events if isinstance(e, BlockTableGathered)} == {
+            e.step: e.num_reqs for e in prepared
+        }
         assert {
             "write all_token_ids", "write block_table", "prepare_prefill_inputs", "prepare_pos_seq_lens",
-            "combine_sampled_and_draft_tokens", "gather_block_tables", "compute_slot_mappings", "forward", "gumbel_sample",
+            "combine_sampled_and_draft_tokens", "gather_block_tables", "compute_slot_mappings", "forward", "sample",
             "get_num_sampled_and_rejected", "post_update",
         } <= kernels  # fmt: skip
     else:
@@ -166,7 +173,9 @@ def test_spans_are_measured_and_nest(recorded: tuple[str, list[Event], TraceResu
     assert all(e.begin_ns <= e.end_ns for e in ended)
     for lane in ("compute", "copy"):
         spans = sorted((e for e in ended if e.lane == lane), key=lambda e: e.begin_ns)
-        assert all(a.end_ns <= b.begin_ns for a, b in zip(spans, spans[1:], strict=False)), f"{lane} does two things at once"
+        assert all(a.end_ns <= b.begin_ns for a, b in zip(spans, spans[1:], strict=False)), (
+            f"{lane} does two things at once"
+        )
     host = {e.name for e in ended if e.lane == "host"}
     assert host == {"schedule", "update states", "prepare inputs", "forward", "sample", "output"}
     assert {e.step for e in ended if e.name == "schedule"} >= set(range(1, result.num_steps + 1))
@@ -174,7 +183,7 @@ def test_spans_are_measured_and_nest(recorded: tuple[str, list[Event], TraceResu
     assert len(begun) == len(ended)
 
 
-# -- subscriptions -------------------------------------------------------------------------------------------------------
+# -- subscriptions ---------------------------------------------------------------------------------------------------
 
 
 @both_runners

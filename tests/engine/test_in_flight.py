@@ -22,7 +22,6 @@ from tests.engine.engine_helpers import (
     tokens_of,
 )
 
-
 Tokens = dict[str, tuple[int, ...]]
 
 
@@ -48,13 +47,14 @@ some_phases = pytest.mark.parametrize("num_phases", [1, 3, 5])
 FIRST, SECOND, THIRD = prompt_of(5), prompt_of(9), prompt_of(14)
 
 
-# -- buffers that the device has still to read ---------------------------------------------------------------------------
+# -- buffers that the device has still to read -----------------------------------------------------------------------
 
 
 @both_runners
 def test_a_row_that_moves_in_an_empty_step_leaves_the_step_in_flight_alone(runner: str) -> None:
-    """FIRST ends while the last step of both is in flight, so the next step is empty and frees its row. If SECOND's row moves
-    into it before the step in flight has copied its block table, FIRST's dead row writes into SECOND's blocks."""
+    """FIRST ends while the last step of both is in flight, so the next step is empty and frees its row. If SECOND's row
+    moves into it before the step in flight has copied its block table, FIRST's dead row writes into SECOND's blocks.
+    """
     answer = reference(FIRST, greedy(3))
     moved_in_empty_step = []
     with device_timing("late"), tiny_llm(runner, "overlapped", max_num_seqs=2) as llm:
@@ -92,8 +92,12 @@ def test_rows_that_are_used_again_at_once(runner: str, loop: str) -> None:
 @both_loops
 def test_sampling_rows_that_change_while_a_step_is_in_flight(runner: str, loop: str, timing: str) -> None:
     """Greedy, sampled and seeded requests come and go each step, so the sampling slices are sent anew each step."""
-    params = [SamplingParams(temperature=(0, 0.8, 1.3)[i % 3], top_k=(0, 5)[i % 2], seed=i, max_tokens=2 + i % 4, ignore_eos=True)
-              for i in range(12)]  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=(0, 0.8, 1.3)[i % 3], top_k=(0, 5)[i % 2], seed=i, max_tokens=2 + i % 4, ignore_eos=True
+        )
+        for i in range(12)
+    ]  # fmt: skip
     trace = [TraceRequest(f"r{i}", tuple(prompt_of(4 + i % 3, i)), one, arrival=i // 2) for i, one in enumerate(params)]
     with device_timing(timing), tiny_llm(runner, loop, max_num_seqs=3) as llm:
         result = run_trace(llm, trace)
@@ -103,7 +107,7 @@ def test_sampling_rows_that_change_while_a_step_is_in_flight(runner: str, loop: 
             assert result.tokens(request.request_id) == alone[0].outputs[0].token_ids
 
 
-# -- ids that are used again ---------------------------------------------------------------------------------------------
+# -- ids that are used again -----------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -138,7 +142,7 @@ def test_an_id_is_free_when_its_request_has_finished(runner: str, loop: str) -> 
         assert finish(llm)["b"] == reference(THIRD, greedy(20))
 
 
-# -- between the phases of a step ----------------------------------------------------------------------------------------
+# -- between the phases of a step ------------------------------------------------------------------------------------
 
 
 def _advance(llm: LLM, num_phases: int) -> list[str]:
@@ -237,7 +241,7 @@ def test_recover_when_nothing_is_wrong(runner: str, loop: str) -> None:
         assert_empty(llm)
 
 
-# -- ends while a step is in flight --------------------------------------------------------------------------------------
+# -- ends while a step is in flight ----------------------------------------------------------------------------------
 
 
 @timings

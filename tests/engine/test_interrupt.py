@@ -1,4 +1,4 @@
-"""Ctrl-C, a model that fails, a subscriber that fails: the caller hears of it, and the engine goes on with right tokens."""
+"""Ctrl-C, a model that fails, a subscriber that fails: the caller hears of it, and the engine goes on rightly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ import pytest
 from engine import LLM
 from engine.hooks import Event, OutputDelivered, RequestScheduled
 from engine.interrupts import deferred_interrupt
-from tests.engine.engine_helpers import assert_empty, both_loops, both_runners, greedy, ids, prompt_of, reference, replaced_model, tiny_llm, tokens_of
+from tests.engine.engine_helpers import (
+    assert_empty,
+    both_loops,
+    both_runners,
+    greedy,
+    ids,
+    prompt_of,
+    reference,
+    replaced_model,
+    tiny_llm,
+    tokens_of,
+)
 
 PROMPTS = [prompt_of(6, 1), prompt_of(11, 2), prompt_of(17, 3)]
 SIGNALS = pytest.mark.skipif(os.name != "posix", reason="sends itself a POSIX signal")
@@ -159,13 +170,15 @@ def test_other_threads_may_step_an_engine() -> None:
     """Signals belong to the main thread; a step elsewhere just runs."""
     with tiny_llm("v2") as llm:
         results = []
-        thread = threading.Thread(target=lambda: results.append(llm.generate(ids(*PROMPTS[0]), greedy(4), use_tqdm=False)))
+        thread = threading.Thread(
+            target=lambda: results.append(llm.generate(ids(*PROMPTS[0]), greedy(4), use_tqdm=False))
+        )
         thread.start()
         thread.join(30)
         assert tokens_of(results[0]) == [reference(PROMPTS[0], greedy(4))]
 
 
-# -- failures ------------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------------
 
 
 class DeviceOnFire(Exception):
@@ -260,5 +273,3 @@ def test_a_failing_subscriber_is_reported_and_dropped(runner: str, loop: str, ev
         assert len(calls) == 1
         assert len(llm.hooks.errors) == 1 and "ZeroDivisionError('in a view')" in llm.hooks.errors[0]
         assert not llm.hooks.active
-
-

@@ -42,20 +42,23 @@ def llm(request: pytest.FixtureRequest, loaded: LoadedModel) -> Iterator[LLM]:
     llm.close()
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_keywords_have_vllms_names() -> None:
     expected = {
-        "model", "tokenizer", "dtype", "device", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-        "num_gpu_blocks_override", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy",
-        "async_scheduling", "use_v2_model_runner", "speculative_config", "load_format", "enforce_eager", "skip_tokenizer_init",
+        "model", "tokenizer", "dtype", "device", "seed", "max_model_len", "max_num_seqs",
+        "max_num_batched_tokens", "block_size",
+        "num_gpu_blocks_override", "gpu_memory_utilization", "enable_prefix_caching",
+        "enable_chunked_prefill", "scheduling_policy",
+        "async_scheduling", "use_v2_model_runner", "speculative_config", "load_format",
+        "enforce_eager", "skip_tokenizer_init",
         "kernel_backend",
     }  # fmt: skip
     assert expected <= {field.name for field in dataclasses.fields(EngineConfig)}
     sampling = {
-        "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-        "logprobs", "n", "skip_special_tokens", "detokenize",
+        "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
+        "stop_token_ids", "ignore_eos", "logprobs", "n", "skip_special_tokens", "detokenize",
     }  # fmt: skip
     assert sampling == {field.name for field in dataclasses.fields(SamplingParams)}
     assert list(inspect.signature(LLM.generate).parameters)[1:] == ["prompts", "sampling_params", "use_tqdm"]
@@ -65,13 +68,20 @@ def test_the_keywords_have_vllms_names() -> None:
 
 def test_the_defaults_are_vllms() -> None:
     params = SamplingParams()
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.n, params.max_tokens) == (1.0, 1.0, 0, 0.0, 1, 16)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.n, params.max_tokens) == (
+        1.0,
+        1.0,
+        0,
+        0.0,
+        1,
+        16,
+    )
     config = EngineConfig()
     assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
     assert (config.block_size, config.gpu_memory_utilization, config.scheduling_policy) == (16, 0.9, "fcfs")
 
 
-# -- generate ------------------------------------------------------------------------------------------------------------
+# -- generate --------------------------------------------------------------------------------------------------------
 
 
 def test_one_prompt_or_many_in_their_order(llm: LLM) -> None:
@@ -101,7 +111,9 @@ def test_a_result_has_vllms_fields(llm: LLM) -> None:
 def test_text_in_a_dictionary_is_text(llm: LLM) -> None:
     plain = llm.generate("abc", greedy(4), use_tqdm=False)[0]
     as_dict = llm.generate({"prompt": "abc"}, greedy(4), use_tqdm=False)[0]
-    both = llm.generate({"prompt": "shown", "prompt_token_ids": list(plain.prompt_token_ids)}, greedy(4), use_tqdm=False)[0]
+    both = llm.generate(
+        {"prompt": "shown", "prompt_token_ids": list(plain.prompt_token_ids)}, greedy(4), use_tqdm=False
+    )[0]
     assert plain.outputs == as_dict.outputs == both.outputs
     assert as_dict.prompt == "abc" and both.prompt == "shown"
 
@@ -129,7 +141,14 @@ def test_metrics_are_filled_and_in_order(llm: LLM) -> None:
     before = time.monotonic()
     output = llm.generate(ids(*PROMPTS[1]), greedy(6), use_tqdm=False)[0]
     metrics, after = output.metrics, time.monotonic()
-    times = [before, metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time, after]
+    times = [
+        before,
+        metrics.arrival_time,
+        metrics.first_scheduled_time,
+        metrics.first_token_time,
+        metrics.last_token_time,
+        after,
+    ]
     assert None not in times and times == sorted(times) and metrics.num_preemptions == 0
     assert metrics.first_token_time < metrics.last_token_time
 
@@ -147,7 +166,7 @@ def test_ids_without_a_tokenizer() -> None:
         assert all(value.decoded_token is None for value in output.outputs[0].logprobs[0].values())
 
 
-# -- chat ----------------------------------------------------------------------------------------------------------------
+# -- chat ------------------------------------------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "hi there"}]
 
@@ -162,7 +181,10 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 def test_a_list_of_conversations(llm: LLM) -> None:
     other = [*CHAT, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
     both = llm.chat([CHAT, other], greedy(5), use_tqdm=False)
-    assert [output.prompt for output in both] == ["[user]hi there[assistant]", "[user]hi there[assistant]yes[user]why[assistant]"]
+    assert [output.prompt for output in both] == [
+        "[user]hi there[assistant]",
+        "[user]hi there[assistant]yes[user]why[assistant]",
+    ]
     assert both[0].outputs == llm.chat(CHAT, greedy(5), use_tqdm=False)[0].outputs
     assert llm.chat(CHAT, greedy(2), False, add_generation_prompt=False)[0].prompt == "[user]hi there"
 
@@ -175,7 +197,7 @@ def test_chat_refuses_nothing_to_say(llm: LLM) -> None:
         llm.chat([{"content": "x"}], greedy(2), use_tqdm=False)
 
 
-# -- streams -------------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -201,7 +223,9 @@ def test_closing_a_stream_aborts_its_request(runner: str, loop: str) -> None:
         assert llm.core.has_unfinished()
         stream.close()
         assert not llm.core.has_unfinished() and llm._streams == {}
-        assert tokens_of(llm.generate(ids(*PROMPTS[1]), greedy(5), use_tqdm=False)) == [reference(PROMPTS[1], greedy(5))]
+        assert tokens_of(llm.generate(ids(*PROMPTS[1]), greedy(5), use_tqdm=False)) == [
+            reference(PROMPTS[1], greedy(5))
+        ]
         assert_empty(llm)
 
 
@@ -248,7 +272,7 @@ def test_a_stream_of_n(llm: LLM) -> None:
     assert outputs[-1].outputs == llm.generate("abc", params, use_tqdm=False)[0].outputs
 
 
-# -- step by step --------------------------------------------------------------------------------------------------------
+# -- step by step ----------------------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -292,7 +316,7 @@ def test_shared_weights_and_several_engines(loaded: LoadedModel) -> None:
         llm.close()
 
 
-# -- the model that stands in for a real one -----------------------------------------------------------------------------
+# -- the model that stands in for a real one -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
@@ -306,5 +330,7 @@ def test_dummy_models_read_their_whole_context(name: str) -> None:
     tokens = tokens_of(outputs)
     assert sum(a != b for a, b in zip(tokens[:16], tokens[16:], strict=True)) >= 15
     assert sum(len(set(answer)) for answer in tokens) / len(tokens) > 8
-    gaps = sorted(a - b for o in outputs for e in o.outputs[0].logprobs for a, b in [[v.logprob for v in e.values()][:2]])
+    gaps = sorted(
+        a - b for o in outputs for e in o.outputs[0].logprobs for a, b in [[v.logprob for v in e.values()][:2]]
+    )
     assert gaps[len(gaps) // 2] > 1e-2 and gaps[len(gaps) // 50] > 1e-3

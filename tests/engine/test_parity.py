@@ -12,7 +12,16 @@ import torch
 
 from engine import LLM, RequestOutput
 from engine.models import LoadedModel, load_model, read_checkpoint
-from tests.engine.engine_helpers import TraceRequest, assert_empty, both_loops, both_runners, greedy, ids, run_trace, tokens_of
+from tests.engine.engine_helpers import (
+    TraceRequest,
+    assert_empty,
+    both_loops,
+    both_runners,
+    greedy,
+    ids,
+    run_trace,
+    tokens_of,
+)
 from tests.engine.hf_reference import hf_logits
 from tests.engine.prompts import CHATS, TEXTS
 
@@ -59,7 +68,7 @@ def loaded(smollm2: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path, loaded: LoadedModel) -> Reference:
-    """The checkpoint read a second time, straight into transformers: what the engine's loader does is held to it as well."""
+    """The checkpoint read a second time, straight into transformers: the engine's loader is held to it as well."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = read_checkpoint(smollm2)
@@ -102,7 +111,9 @@ def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Any]
 
     def make(runner: str, loop: str, **kwargs: Any) -> LLM:
         config = {"max_model_len": 512, "num_gpu_blocks_override": 400, "max_num_seqs": 32} | kwargs
-        made.append(LLM(loaded=loaded, use_v2_model_runner=runner == "v2", async_scheduling=loop == "overlapped", **config))
+        made.append(
+            LLM(loaded=loaded, use_v2_model_runner=runner == "v2", async_scheduling=loop == "overlapped", **config)
+        )
         return made[-1]
 
     yield make
@@ -182,7 +193,13 @@ def test_shared_prefixes(runner: str, loop: str, reference: Reference, engine: A
 @both_loops
 def test_arrivals_in_the_middle_and_aborts(runner: str, loop: str, reference: Reference, engine: Any) -> None:
     trace = [
-        TraceRequest(str(index), tuple(reference.prompts[index]), greedy(16), arrival=2 * i, abort_at=2 * i + 7 if i % 3 == 1 else None)
+        TraceRequest(
+            str(index),
+            tuple(reference.prompts[index]),
+            greedy(16),
+            arrival=2 * i,
+            abort_at=2 * i + 7 if i % 3 == 1 else None,
+        )
         for i, index in enumerate((0, 2, 4, 8, 10, 14, 16, 22))
     ]
     llm = engine(runner, loop, max_num_batched_tokens=24, max_num_seqs=8)

@@ -16,6 +16,7 @@ from tests.engine.engine_helpers import (
     LOOPS,
     RUNNERS,
     TraceRequest,
+    close,
     device_timing,
     make_llm,
     reference,
@@ -62,7 +63,8 @@ def traces(draw: st.DrawFn) -> tuple[list[TraceRequest], dict[str, Any]]:
     return trace, {
         # What the longest request needs and little more, so that the others are preempted for it.
         "block_size": block_size, "num_gpu_blocks_override": 1 + -(-longest // block_size) + draw(st.integers(0, 4)),
-        "max_num_seqs": max_num_seqs, "max_model_len": 40, "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
+        "max_num_seqs": max_num_seqs, "max_model_len": 40,
+        "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
         "enable_prefix_caching": draw(st.booleans()), "scheduling_policy": draw(st.sampled_from(("fcfs", "priority"))),
     }  # fmt: skip
 
@@ -98,7 +100,7 @@ def test_any_trace_gives_the_tokens_of_each_request_alone(runner: str, loop: str
         try:
             num_preemptions, num_hits = check(llm, trace, model, look=timing == "threads")
         finally:
-            llm.close()
+            close(llm)
         seen["preemptions"] += num_preemptions
         seen["hits"] += num_hits
 

@@ -6,8 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,12 +44,12 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(path, dtype=torch.float32, device=torch.device("cpu"), load_format="dummy", seed=4)
 
 
-@lru_cache(maxsize=None)
+@cache
 def hf_tiny() -> torch.nn.Module:
     return hf_model(tiny_model())
 
 
-# -- the law -------------------------------------------------------------------------------------------------------------
+# -- the law ---------------------------------------------------------------------------------------------------------
 
 
 def law(logits: list[float], params: SamplingParams) -> list[float]:
@@ -126,7 +125,7 @@ def test_a_temperature_near_zero_is_greedy(runner: str, temperature: float) -> N
         assert tokens_of(llm.generate(ids(*PROMPT), params, use_tqdm=False)) == tokens_of(expected)
 
 
-# -- what a sampled token may depend on ----------------------------------------------------------------------------------
+# -- what a sampled token may depend on ------------------------------------------------------------------------------
 
 
 def _sampled(seed: int | None, index: int) -> SamplingParams:
@@ -136,7 +135,9 @@ def _sampled(seed: int | None, index: int) -> SamplingParams:
 
 def _trace(seeded: bool) -> list[TraceRequest]:
     return [
-        TraceRequest(f"r{i}", tuple([*prompt_of(8), *prompt_of(3 + 2 * i, i)]), _sampled(100 + i if seeded else None, i))
+        TraceRequest(
+            f"r{i}", tuple([*prompt_of(8), *prompt_of(3 + 2 * i, i)]), _sampled(100 + i if seeded else None, i)
+        )
         for i in range(5)
     ]
 
@@ -245,7 +246,7 @@ def test_n_completions_differ_and_a_seed_repeats_them(runner: str, loop: str) ->
     assert all(len(completion.logprobs or ()) == len(completion.token_ids) == 8 for completion in first.outputs)
 
 
-# -- min_tokens ----------------------------------------------------------------------------------------------------------
+# -- min_tokens ------------------------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -280,7 +281,7 @@ def test_min_tokens_holds_the_end_of_sequence_back_too(runner: str) -> None:
         assert not set(tokens[:9]) & {*end, 2}
 
 
-# -- logprobs ------------------------------------------------------------------------------------------------------------
+# -- logprobs --------------------------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -291,7 +292,8 @@ def test_logprobs_are_those_of_the_model(runner: str, loop: str, temperature: fl
     prompt = prompt_of(13, 3)
     asks = [0, 1, 5, None]
     params = [
-        SamplingParams(temperature=temperature, top_k=50, seed=k, max_tokens=6, ignore_eos=True, logprobs=k) for k in asks
+        SamplingParams(temperature=temperature, top_k=50, seed=k, max_tokens=6, ignore_eos=True, logprobs=k)
+        for k in asks
     ]
     with tiny_llm(runner, loop, max_num_batched_tokens=9, num_gpu_blocks_override=14) as llm:
         outputs = llm.generate([ids(*prompt)] * 4, params, use_tqdm=False)

@@ -7,7 +7,17 @@ import dataclasses
 import pytest
 
 from engine.snapshot import Snapshot
-from tests.engine.engine_helpers import TraceRequest, both_loops, both_runners, greedy, ids, make_llm, prompt_of, run_trace, tiny_llm
+from tests.engine.engine_helpers import (
+    TraceRequest,
+    both_loops,
+    both_runners,
+    greedy,
+    ids,
+    make_llm,
+    prompt_of,
+    run_trace,
+    tiny_llm,
+)
 from tests.engine.snapshot_truth import assert_truthful
 
 TRACE = [
@@ -66,7 +76,14 @@ def test_a_snapshot_is_frozen(runner: str) -> None:
         llm.add(ids(*prompt_of(6)), greedy(4), request_id="a")
         llm.step()
         snapshot = llm.core.snapshot().result()
-        for view in (snapshot, snapshot.requests[0], snapshot.rows[0], snapshot.pool, snapshot.pool.blocks[1], snapshot.inputs):
+        for view in (
+            snapshot,
+            snapshot.requests[0],
+            snapshot.rows[0],
+            snapshot.pool,
+            snapshot.pool.blocks[1],
+            snapshot.inputs,
+        ):
             name = dataclasses.fields(view)[0].name
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(view, name, None)

@@ -25,7 +25,7 @@ def _free(llm: LLM, prompt: list[int], max_tokens: int = 20) -> tuple[str, tuple
     return output.text, output.token_ids
 
 
-# -- in an engine --------------------------------------------------------------------------------------------------------
+# -- in an engine ----------------------------------------------------------------------------------------------------
 
 
 @both_runners
@@ -92,7 +92,9 @@ def test_min_tokens_holds_stop_strings_back(runner: str, loop: str, loaded: Load
 
 @both_runners
 @both_loops
-def test_one_request_stops_at_a_string_while_the_next_step_is_in_flight(runner: str, loop: str, loaded: LoadedModel) -> None:
+def test_one_request_stops_at_a_string_while_the_next_step_is_in_flight(
+    runner: str, loop: str, loaded: LoadedModel
+) -> None:
     """The token that was computed too many is dropped, and the other request never notices."""
     with tiny_llm(runner, loop, loaded=loaded) as llm:
         text, _ = _free(llm, prompt_of(6, 3))
@@ -139,7 +141,9 @@ def test_the_end_of_sequence_ends_it_unless_ignored(runner: str, loop: str, load
 
 @both_runners
 @both_loops
-@pytest.mark.parametrize(("prompt_len", "max_tokens", "expected"), [(5, 1, 1), (5, 7, 7), (60, None, 4), (60, 50, 4), (63, 9, 1)])
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "expected"), [(5, 1, 1), (5, 7, 7), (60, None, 4), (60, 50, 4), (63, 9, 1)]
+)
 def test_lengths_end_it(runner: str, loop: str, prompt_len: int, max_tokens: int | None, expected: int) -> None:
     """max_tokens, or max_model_len (64) where that comes first."""
     with tiny_llm(runner, loop) as llm:
@@ -162,7 +166,9 @@ def test_skip_special_tokens(runner: str, loaded: LoadedModel) -> None:
         tokenizer = llm.get_tokenizer()
         prompts = [ids(*prompt_of(5, i)) for i in range(32)]
         shown, hidden = (
-            llm.generate(prompts, [SamplingParams(**params, seed=i, skip_special_tokens=s) for i in range(32)], use_tqdm=False)
+            llm.generate(
+                prompts, [SamplingParams(**params, seed=i, skip_special_tokens=s) for i in range(32)], use_tqdm=False
+            )
             for s in (False, True)
         )
         special = 0
@@ -175,7 +181,7 @@ def test_skip_special_tokens(runner: str, loaded: LoadedModel) -> None:
         assert special > 0
 
 
-# -- the detokenizer alone -----------------------------------------------------------------------------------------------
+# -- the detokenizer alone -------------------------------------------------------------------------------------------
 
 
 def _tokenizer(kind: str) -> Tokenizer:
@@ -211,10 +217,13 @@ def test_any_text_comes_back_byte_by_byte_and_never_half_a_character(text: str) 
 
 @fixed
 @given(
-    st.lists(st.integers(3, 383), min_size=1, max_size=25), st.lists(st.text("abcz ", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(3, 383), min_size=1, max_size=25),
+    st.lists(st.text("abcz ", min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(0, 4),
 )  # fmt: skip
-def test_stop_strings_against_a_search_in_the_whole_text(token_ids: list[int], stops: list[str], min_tokens: int) -> None:
+def test_stop_strings_against_a_search_in_the_whole_text(
+    token_ids: list[int], stops: list[str], min_tokens: int
+) -> None:
     # Letters close to each other, so that stops are met.
     token_ids = [3 + (t - 3) % 5 for t in token_ids]
     detokenizer = Detokenizer(LETTERS, SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=99))

@@ -21,11 +21,13 @@ from engine.hooks import Event, HostWait, SpanEnded
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, prompt_of, reference, run_trace, tiny_llm
 
 READS = (
-    "item", "tolist", "cpu", "numpy", "nonzero", "to_list", "__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__",
+    "item", "tolist", "cpu", "numpy", "nonzero", "to_list", "__bool__", "__int__", "__float__", "__index__",
+    "__array__", "__iter__",
     "__len__", "__contains__", "__complex__", "__repr__", "masked_select", "unique", "storage", "equal", "allclose",
 )  # fmt: skip
 WAITS = (
-    (engine.device.CpuEvent, "synchronize"), (threading.Event, "wait"), (threading.Condition, "wait"), (threading.Thread, "join"),
+    (engine.device.CpuEvent, "synchronize"), (threading.Event, "wait"), (threading.Condition, "wait"),
+    (threading.Thread, "join"),
 )  # fmt: skip
 FUNCTIONS = ("nonzero", "where", "equal", "allclose", "unique", "masked_select", "is_nonzero", "argwhere")
 
@@ -87,11 +89,14 @@ def trace() -> list[TraceRequest]:
         greedy(9),
         SamplingParams(temperature=0.9, top_k=7, seed=1, max_tokens=10, ignore_eos=True),
         SamplingParams(temperature=1.1, top_p=0.8, max_tokens=8, logprobs=2, ignore_eos=True),
-        SamplingParams(temperature=0.7, min_p=0.05, seed=3, max_tokens=9, min_tokens=6, stop_token_ids=list(range(3, 60))),
+        SamplingParams(
+            temperature=0.7, min_p=0.05, seed=3, max_tokens=9, min_tokens=6, stop_token_ids=list(range(3, 60))
+        ),
         greedy(7, logprobs=0, min_tokens=3, stop_token_ids=[4, 5]),
     ]
     return [
-        TraceRequest(f"r{i}", tuple(prompt_of(5 + 4 * i, i)), params, arrival=2 * i) for i, params in enumerate(features)
+        TraceRequest(f"r{i}", tuple(prompt_of(5 + 4 * i, i)), params, arrival=2 * i)
+        for i, params in enumerate(features)
     ]
 
 
@@ -169,7 +174,7 @@ def _count_calls(llm: LLM, name: str) -> list[Any]:
 
 @both_loops
 def test_v1_makes_no_other_wait(loop: str) -> None:
-    """Beside A or B, V1's host reads no device tensor: the stubs see the one event of each documented wait and no more."""
+    """Beside A or B, V1's host reads no device tensor: the stubs see one event a documented wait, no more."""
     with tiny_llm("v1", loop, **CONFIG) as llm, counting_steps(llm) as counts:
         run_trace(llm, trace())
         documented = sum(llm.core.device.waits.inside_step.values())
@@ -182,7 +187,8 @@ def test_v1_makes_no_other_wait(loop: str) -> None:
 
 @pytest.mark.parametrize("read", [
     lambda x: x[0].item(), lambda x: x.tolist(), lambda x: bool(x[0]), lambda x: int(x[0]), lambda x: x.nonzero(),
-    lambda x: float(x[0]), lambda x: x.numpy(), lambda x: x.cpu(), lambda x: list(range(5))[x[0]], lambda x: torch.nonzero(x),
+    lambda x: float(x[0]), lambda x: x.numpy(), lambda x: x.cpu(), lambda x: list(range(5))[x[0]],
+    lambda x: torch.nonzero(x),
     lambda x: engine.device.CpuEvent.synchronize(_set_event()), lambda x: list(x),
 ])  # fmt: skip
 def test_the_stub_sees_a_read(read: Callable[[torch.Tensor], object]) -> None:

@@ -14,7 +14,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from engine.models import LoadedModel, load_model
 from tests.engine.engine_helpers import EOS, VOCAB, tiny_model
 
-CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 BYTES = pre_tokenizers.ByteLevel.alphabet
 
 

@@ -22,7 +22,9 @@ class AttentionBatch:
     rotation: HeadRotation
 
     def clone(self) -> AttentionBatch:
-        return AttentionBatch(**{name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(self).items()})
+        return AttentionBatch(
+            **{name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(self).items()}
+        )
 
 
 def attention_batch(
@@ -40,7 +42,7 @@ def attention_batch(
 ) -> AttentionBatch:
     """Requests are (tokens in the cache, tokens of this step); `pad` rows without a request follow.
 
-    Slots that belong to no request, block ids past a request's end and the rows of padding hold NaN or ids out of range.
+    Slots that belong to no request, block ids past a request's end and rows of padding hold NaN or ids out of range.
     """
     g = torch.Generator().manual_seed(seed)
     need = [-(-(context + n) // block_size) for context, n in requests]

@@ -41,7 +41,10 @@ function open(state = STATE) {
     keys.dispatch("keydown", { key, target, preventDefault: () => (stopped = true), stopPropagation() {}, ...more });
     return stopped;
   };
-  const answer = (more = {}) => model.change("model", { ...model.values.model, ack: sent.length, ...more });
+  const answer = (more = {}) => {
+    model.change("model", { ...model.values.model, ack: sent.length, ...more });
+    frames.splice(0).forEach((frame) => frame());
+  };
   return { sent, model, home, parent, root, press, answer, cleanup };
 }
 

@@ -122,12 +122,13 @@ function render({ model, el: parent }) {
   let acknowledged = 0;
   let shown = "";
   let home = null;
+  let showing = 0;
 
   const showBusy = () => {
     root.classList.toggle("rs-busy", busy());
     home?.toggleAttribute("data-rs-waiting", busy());
   };
-  const busy = () => sent > acknowledged && sent !== 0;
+  const busy = () => sent > acknowledged;
   const send = (command, more) => {
     if (busy()) return;
     sent = acknowledged + 1;
@@ -145,16 +146,21 @@ function render({ model, el: parent }) {
     event?.preventDefault();
     send("apply", { form: readForm(parts.form) });
   };
-  const refresh = () => {
-    const state = unpack(model.get("model"));
-    acknowledged = state.ack ?? 0;
-    showBusy();
+  const show = (state) => {
     showConditions(parts.conditions, state);
     showPlace(parts, state);
     const form = JSON.stringify(state.form ?? {});
     if (form !== shown) writeForm(parts.form, state.form ?? {});
     shown = form;
     edited();
+  };
+  // The views hold back until here, and are all drawn before the next frame; only then does the bar say where they stand.
+  const refresh = () => {
+    const state = unpack(model.get("model"));
+    acknowledged = state.ack ?? 0;
+    showBusy();
+    cancelAnimationFrame(showing);
+    showing = requestAnimationFrame(() => show(state));
   };
   const edited = () => {
     const now = readForm(parts.form);
@@ -191,9 +197,11 @@ function render({ model, el: parent }) {
   parts.form.addEventListener("input", edited);
   document.addEventListener("keydown", key);
   model.on("change:model", refresh);
-  refresh();
+  acknowledged = unpack(model.get("model")).ack ?? 0;
+  show(unpack(model.get("model")));
   return () => {
     cancelAnimationFrame(frame);
+    cancelAnimationFrame(showing);
     root.removeEventListener("click", click);
     parts.form.removeEventListener("submit", apply);
     parts.form.removeEventListener("input", edited);
