@@ -28,6 +28,7 @@ from kernels.rms_norm import add_rms_norm
 from kernels.silu_mul import silu_mul
 from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
 from kernels.staged_write import apply_write
+from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 from kernels.store_kv import store_kv
 
 __all__ = [
@@ -46,11 +47,13 @@ __all__ = [
     "gather_block_tables",
     "get_num_sampled_and_rejected",
     "gumbel_sample",
+    "mask_top_k_top_p",
     "post_update",
     "prefill_attention",
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
     "resolve_form",
+    "sample_top_k_top_p",
     "silu_mul",
     "small_linear",
     "store_kv",

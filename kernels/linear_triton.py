@@ -5,8 +5,6 @@ few launches stand between them. A program owns a few output columns and the who
 before it waits for the kernel in front of it, and only then reads the activations.
 """
 
-from typing import Any
-
 from kernels.triton_support import tl, triton
 
 
@@ -60,14 +58,14 @@ def one_row_kernel(
     n = column[None, :, None]
     # [SPLIT, 1, PART]: every warp has a part of the depth to itself
     k = tl.arange(0, SPLIT)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    weights: Any = ()
-    up_weights: Any = ()
+    weights = ()
+    up_weights = ()
     for chunk in tl.static_range(NUM_CHUNKS):
         depth = k + chunk * BLOCK_K
         mask = (n < N) & (depth < K)
-        weights = weights + (_load(weight_ptr + n * K + depth, mask, EVEN, UPCAST),)
+        weights = weights + (_load(weight_ptr + n * K + depth, mask, EVEN, UPCAST),)  # type: ignore[assignment]
         if GATED:
-            up_weights = up_weights + (_load(weight_ptr + (n + N) * K + depth, mask, EVEN, UPCAST),)
+            up_weights = up_weights + (_load(weight_ptr + (n + N) * K + depth, mask, EVEN, UPCAST),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -138,16 +136,16 @@ def few_rows_kernel(
     line = tl.arange(0, BLOCK_N * SLICES)
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + (line // (8 * SLICES) * 8 + line % 8)[:, None]
     k = (line // 8 % SLICES * 32)[:, None] + tl.arange(0, 32)[None, :]
-    weights: Any = ()
-    up_weights: Any = ()
+    weights = ()
+    up_weights = ()
     for chunk in tl.static_range(NUM_CHUNKS):
         depth = k + chunk * BLOCK_K
         mask = (column < N) & (depth < K)
         w = _load(weight_ptr + column * K + depth, mask, EVEN, UPCAST)
-        weights = weights + (_fragments(w, BLOCK_N, SLICES),)
+        weights = weights + (_fragments(w, BLOCK_N, SLICES),)  # type: ignore[assignment]
         if GATED:
             w = _load(weight_ptr + (column + N) * K + depth, mask, EVEN, UPCAST)
-            up_weights = up_weights + (_fragments(w, BLOCK_N, SLICES),)
+            up_weights = up_weights + (_fragments(w, BLOCK_N, SLICES),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

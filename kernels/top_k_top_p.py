@@ -16,8 +16,10 @@ from kernels.top_k_top_p_forms import mask_loop, mask_torch
 from kernels.top_k_top_p_search import search_kernel
 from kernels.triton_support import launch
 
-# Tokens of a tile whose maximum is taken; tiles of a program; room for candidates of a row.
-_TILE, _TILES, _CAP = 256, 16, 1024
+# Tokens of a tile whose maximum is taken; tiles that a program reads at a time.
+_TILE, _TILES = 256, 16
+# Room for the candidates of a row; tiles read at a time to collect them: with more, registers spill.
+_CAP, _CAP_TILES = 1024, 8
 # Tokens that the search weighs at a time: rows, which one thread adds up, times lanes.
 _SEARCH_ROWS, _SEARCH_LANES = 8, 1024
 # Programs that share a row whose token the candidates didn't give.
@@ -51,7 +53,7 @@ def mask_top_k_top_p(
         ValueError: a wrong dtype, rank, length or form.
     """
     _check(logits, expanded_idx_mapping, top_k, top_p, min_p)
-    form = resolve_form(form, logits)
+    form = _resolve_form(form, logits)
     if form == "torch":
         mask_torch(logits, expanded_idx_mapping, top_k, top_p, min_p)
     elif form == "loop":
@@ -114,7 +116,7 @@ def sample_top_k_top_p(
     check_tensors(torch.float32, 1, temperature=temperature)
     check_tensors(torch.int64, 1, seeds=seeds)
     purpose = Purpose(purpose).value
-    form = resolve_form(form, logits)
+    form = _resolve_form(form, logits)
     filters = (expanded_idx_mapping, top_k, top_p, min_p)
     draw = (temperature, seeds, positions)
     if form in ("torch", "loop"):
@@ -172,6 +174,12 @@ def _check(
     check_tensors(torch.float32, 1, top_p=top_p, min_p=min_p)
 
 
+def _resolve_form(form: str, logits: torch.Tensor) -> str:
+    form = resolve_form(form, logits)
+    # Triton 3.6 can't compile the search for a size that it takes for the constant 1.
+    return "torch" if form == "triton" and logits.shape[1] == 1 else form
+
+
 def _sample_masked(
     logits: torch.Tensor,
     filters: tuple[torch.Tensor, ...],
@@ -213,7 +221,7 @@ def _find_cuts(
     row_args = (logits, logits.stride(0), vocab_size, *filters)
     tiling: dict[str, Any] = {"form": form, "SCALE": scale, "TILES": _TILES, "TILE": _TILE}
     launch(tile_kernel, (num_logits, -(-num_tiles // _TILES)), *row_args, tile_max, tile_mass, num_tiles, **tiling)
-    tiling |= {"CAP": _CAP, "BLOCK": 1 << (num_tiles - 1).bit_length()}
+    tiling |= {"num_warps": 8, "TILES": _CAP_TILES, "CAP": _CAP, "BLOCK": 1 << (num_tiles - 1).bit_length()}
     launch(
         cut_kernel,
         (num_logits,),
@@ -238,7 +246,6 @@ def _find_cuts(
         num_tiles,
         candidates,
         cut,
-        num_warps=8,
         ROWS=_SEARCH_ROWS,
         LANES=_SEARCH_LANES,
         **tiling,

@@ -11,6 +11,7 @@ from engine import LLM, ConfigError, SamplingParams, SpeculativeConfig
 from tests.engine.engine_helpers import (
     assert_empty,
     both_runners,
+    close,
     greedy,
     ids,
     make_llm,
@@ -277,7 +278,7 @@ def test_the_environment_chooses_the_runner_unless_the_config_does(
     for asked, expected in ((None, runner), (True, "v2"), (False, "v1")):
         llm = LLM(loaded=tiny_model(), max_model_len=64, num_gpu_blocks_override=20, use_v2_model_runner=asked)
         assert llm.core.runner.name == expected
-        llm.close()
+        close(llm)
 
 
 @both_runners

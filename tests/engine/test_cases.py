@@ -345,3 +345,19 @@ def test_t25_one_trace_on_every_runner_and_loop() -> None:
             seen[runner, loop] = {name: output.outputs[0].token_ids for name, output in result.outputs.items()}
     right = {request.request_id: reference(request.prompt, request.params) for request in trace}
     assert seen == dict.fromkeys(seen, right)
+
+
+@pytest.mark.parametrize("form", ["loop", "torch", pytest.param("interpret", marks=pytest.mark.slow)])
+def test_t25_every_form_of_the_kernels_gives_the_same_tokens(form: str) -> None:
+    """Chunks, decodes, a preemption, greedy and sampled, through the whole engine."""
+    sampled = SamplingParams(temperature=1.1, top_k=9, seed=3, max_tokens=5, ignore_eos=True)
+    trace = [TraceRequest(f"r{i}", tuple(prompt_of(9, i)), greedy(5) if i < 2 else sampled) for i in range(3)]
+    config = {"max_num_batched_tokens": 12, "num_gpu_blocks_override": 9, "max_num_seqs": 4}
+    with tiny_llm("v2", **config) as llm:
+        expected = run_trace(llm, trace)
+    with tiny_llm("v2", kernel_backend=form, **config) as llm:
+        result = run_trace(llm, trace)
+    assert expected.num_preemptions > 0
+    assert {r.request_id: result.tokens(r.request_id) for r in trace} == {
+        r.request_id: expected.tokens(r.request_id) for r in trace
+    }

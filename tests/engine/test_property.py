@@ -60,12 +60,14 @@ def traces(draw: st.DrawFn) -> tuple[list[TraceRequest], dict[str, Any]]:
         ))  # fmt: skip
     longest = max(len(request.prompt) + request.params.max_tokens - 1 for request in trace)
     max_num_seqs = draw(st.integers(1, 6))
+    budget = draw(st.one_of(st.integers(max_num_seqs, 40), st.just(40)))
     return trace, {
         # What the longest request needs and little more, so that the others are preempted for it.
         "block_size": block_size, "num_gpu_blocks_override": 1 + -(-longest // block_size) + draw(st.integers(0, 4)),
-        "max_num_seqs": max_num_seqs, "max_model_len": 40,
-        "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
+        "max_num_seqs": max_num_seqs, "max_model_len": 40, "max_num_batched_tokens": budget,
+        "enable_chunked_prefill": budget < 40 or draw(st.booleans()),
         "enable_prefix_caching": draw(st.booleans()), "scheduling_policy": draw(st.sampled_from(("fcfs", "priority"))),
+        "cudagraph_capture_sizes": draw(st.sampled_from(((), (2, 4)))),
     }  # fmt: skip
 
 
@@ -95,6 +97,8 @@ def test_any_trace_gives_the_tokens_of_each_request_alone(runner: str, loop: str
     @given(traces(), st.sampled_from(("tiny-llama", "tiny-qwen3")))
     def run(case: tuple[list[TraceRequest], dict[str, Any]], model: str) -> None:
         trace, config = case
+        if runner == "v1":
+            config = config | {"cudagraph_capture_sizes": ()}
         with device_timing(timing):
             llm = make_llm(runner, loop, tiny_model(model), **config)
         try:

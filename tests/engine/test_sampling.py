@@ -21,7 +21,6 @@ from tests.engine.engine_helpers import (
     both_runners,
     greedy,
     ids,
-    make_llm,
     prompt_of,
     replaced_model,
     run_trace,
@@ -32,7 +31,7 @@ from tests.engine.engine_helpers import (
 from tests.engine.hf_reference import hf_logits, hf_model
 
 PROMPT = [3, 7, 5, 4, 8]
-NUM_DRAWS = 4000
+NUM_DRAWS = 2000
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,6 @@ def chi_square_p(counts: Counter[int], probabilities: list[float]) -> float:
 
 LAWS = {
     "temperature": {"temperature": 5.0},
-    "cool": {"temperature": 2.0},
     "top_k": {"temperature": 6.0, "top_k": 4},
     "top_p": {"temperature": 5.0, "top_p": 0.7},
     "min_p": {"temperature": 5.0, "min_p": 0.3},
@@ -99,10 +97,10 @@ LAWS = {
 @both_runners
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_is_the_specified_one(runner: str, name: str, small_vocabulary: LoadedModel) -> None:
-    params = SamplingParams(n=NUM_DRAWS, max_tokens=1, detokenize=False, **LAWS[name])
+    params = SamplingParams(max_tokens=1, detokenize=False, **LAWS[name])
     with tiny_llm(runner, loaded=small_vocabulary, max_num_seqs=256, max_num_batched_tokens=2048) as llm:
-        output = llm.generate(ids(*PROMPT), params, use_tqdm=False)[0]
-    counts = Counter(completion.token_ids[0] for completion in output.outputs)
+        outputs = llm.generate([ids(*PROMPT)] * NUM_DRAWS, params, use_tqdm=False)
+    counts = Counter(tokens[0] for tokens in tokens_of(outputs))
     logits = hf_logits(hf_model(small_vocabulary), PROMPT)[-1].tolist()
     probabilities = law(logits, params)
     assert sum(p * NUM_DRAWS >= 5 for p in probabilities) >= (1 if "best" in name else 2), "the law says too little"
@@ -112,8 +110,8 @@ def test_the_law_is_the_specified_one(runner: str, name: str, small_vocabulary: 
 
 def test_the_chi_square_test_can_fail() -> None:
     probabilities = [0.5, 0.3, 0.2]
-    assert chi_square_p(Counter({0: 2000, 1: 1200, 2: 800}), probabilities) > 0.9
-    assert chi_square_p(Counter({0: 2120, 1: 1130, 2: 750}), probabilities) < 1e-3
+    assert chi_square_p(Counter({0: 1000, 1: 600, 2: 400}), probabilities) > 0.9
+    assert chi_square_p(Counter({0: 1085, 1: 555, 2: 360}), probabilities) < 1e-3
 
 
 @both_runners
@@ -331,12 +329,3 @@ def test_a_rank_counts_ties() -> None:
     ties = compute_logprobs(torch.tensor([[5.0, 5, 3]] * 3), torch.arange(3), 1)
     assert ties.ranks.tolist() == [2, 2, 3]
     assert ties.logprobs[:, 0].tolist() == pytest.approx(torch.tensor([5.0, 5, 3]).log_softmax(-1).tolist())
-
-
-def test_make_llm_shares_weights() -> None:
-    a, b = make_llm("v1"), make_llm("v2")
-    try:
-        assert a.core.runner.model is b.core.runner.model
-    finally:
-        a.close()
-        b.close()

@@ -29,7 +29,14 @@ Filters = tuple[int, float, float]
 def small_blocks() -> Iterator[None]:
     """Tiles of 16, 32 candidates: rows of a few hundred tokens then go every way that a real vocabulary can."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"_TILE": 16, "_TILES": 4, "_CAP": 32, "_SEARCH_ROWS": 2, "_SEARCH_LANES": 128}.items():
+        for name, value in {
+            "_TILE": 16,
+            "_TILES": 4,
+            "_CAP": 32,
+            "_CAP_TILES": 2,
+            "_SEARCH_ROWS": 2,
+            "_SEARCH_LANES": 128,
+        }.items():
             patch.setattr(module, name, value)
         yield
 

@@ -13,7 +13,7 @@ from tests.kernels.test_top_k_top_p import KINDS, check_row, draws, make_row, te
 
 ROW_ARGS = (F32, "i32", "i32", I32, I32, F32, F32)
 TILING = {"TILES": 16, "TILE": 256}
-CANDIDATES = TILING | {"CAP": 1024, "BLOCK": 1024}
+CANDIDATES = {"TILES": 8, "TILE": 256, "CAP": 1024, "BLOCK": 1024}
 SEARCH = CANDIDATES | {"ROWS": 8, "LANES": 1024}
 DRAW = {"MIN_UNIFORM": 2.0**-32, "LANES": 256}
 NO_DRAW = {"temperature_ptr": None, "seeds_ptr": None, "positions_ptr": None, "sampled_ptr": None, "SCALE": False}
