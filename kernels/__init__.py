@@ -28,8 +28,8 @@ from kernels.rms_norm import add_rms_norm
 from kernels.silu_mul import silu_mul
 from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
 from kernels.staged_write import apply_write
-from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 from kernels.store_kv import store_kv
+from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 
 __all__ = [
     "FORMS",

@@ -45,9 +45,10 @@ MADE_BY = {
 
 
 GREEDY = SamplerPlan(all_greedy=True)
-FILTERED = SamplerPlan(use_min_p=True, use_top_k=True, use_top_p=True)
-CAPTURED_PLANS = (GREEDY, FILTERED)
-"""What a captured step may sample with: FILTERED serves every batch without min_tokens and logprobs."""
+RANDOM = SamplerPlan()
+FILTERED = SamplerPlan(filters=True)
+CAPTURED_PLANS = (GREEDY, RANDOM, FILTERED)
+"""What a captured step may sample with; a batch with min_tokens or logprobs runs launch by launch."""
 
 
 @dataclass(frozen=True)
@@ -222,10 +223,6 @@ class ModelRunnerV2:
         """The captured step that can do this batch's work, if there is one."""
         if self.graphs is None or batch.has_prefill or batch.num_tokens != batch.num_reqs:
             return None
-        if plan != GREEDY:
-            if plan.use_min_tokens or plan.num_logprobs >= 0:
-                return None
-            plan = FILTERED
         key = (batch.num_reqs_padded, plan)
         return key if key in self.graphs else None
 

@@ -24,16 +24,18 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: t
     """
     if top_k is None and top_p is None:
         return logits
-    ascending, order = logits.sort(dim=-1)
+    # Stable, so that of tied tokens the lowest id comes first and is kept.
+    descending, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
-        kth = (logits.shape[-1] - top_k.long()).clamp_(min=0).unsqueeze(1)
-        ascending.masked_fill_(ascending < ascending.gather(1, kth), NEG_INF)
+        kth = descending.gather(1, top_k.long().sub(1).clamp(max=logits.shape[-1] - 1).unsqueeze(1))
+        descending.masked_fill_(descending < kth, NEG_INF)
     if top_p is not None:
-        mass_up_to = ascending.softmax(dim=-1).cumsum(dim=-1)
-        drop = mass_up_to <= 1 - top_p.unsqueeze(1)
-        drop[:, -1] = False
-        ascending.masked_fill_(drop, NEG_INF)
-    return logits.scatter_(1, order, ascending)
+        probs = descending.softmax(dim=-1)
+        mass_before = probs.cumsum(dim=-1).sub_(probs)
+        drop = mass_before >= top_p.unsqueeze(1)
+        drop[:, 0] = False
+        descending.masked_fill_(drop, NEG_INF)
+    return logits.scatter_(1, order, descending)
 
 
 def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:

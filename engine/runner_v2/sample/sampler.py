@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels import Purpose, gumbel_sample
+from kernels import Purpose, gumbel_sample, sample_top_k_top_p
 
-from ...sample.filters import apply_min_p, apply_top_k_top_p, mask_stop_ids
+from ...sample.filters import mask_stop_ids
 from ...sample.logprobs import LogprobsTensors, compute_logprobs
 from .states import NO_LOGPROBS, SamplingStates
 
@@ -31,9 +31,8 @@ class SamplerPlan:
     """What a batch needs of the sampler, as the host knows it from its mirrors."""
 
     all_greedy: bool = False
-    use_min_p: bool = False
-    use_top_k: bool = False
-    use_top_p: bool = False
+    filters: bool = False
+    """Some row has a top_k, top_p or min_p."""
     use_min_tokens: bool = False
     num_logprobs: int = NO_LOGPROBS
 
@@ -47,11 +46,14 @@ class Sampler:
         """For the batch of these state rows, i32 [r]. Decided on the host; the device is never asked."""
         states = self.states
         all_greedy = bool((states.temperature.np[rows] == 0).all())
+        filters = not all_greedy and bool(
+            (states.top_k.np[rows] < states.vocab_size).any()
+            or (states.top_p.np[rows] < 1).any()
+            or (states.min_p.np[rows] > 0).any()
+        )
         return SamplerPlan(
             all_greedy=all_greedy,
-            use_min_p=not all_greedy and bool((states.min_p.np[rows] > 0).any()),
-            use_top_k=not all_greedy and bool((states.top_k.np[rows] < states.vocab_size).any()),
-            use_top_p=not all_greedy and bool((states.top_p.np[rows] < 1).any()),
+            filters=filters,
             use_min_tokens=bool((states.min_len.np[rows] > 0).any()),
             num_logprobs=int(states.num_logprobs[rows].max(initial=NO_LOGPROBS)),
         )
@@ -59,27 +61,24 @@ class Sampler:
     def sample(
         self, plan: SamplerPlan, logits: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor
     ) -> SamplerOutput:
-        """Called on the stream. logits f32 [l, V] (changed in place), idx_mapping i32 [l], positions i64 [l] of the
-        tokens to be sampled."""
+        """Called on the stream. logits f32 [l, V], idx_mapping i32 [l], positions i64 [l] of the tokens
+        to be sampled."""
         states = self.states
-        index = idx_mapping.long()
         raw = logits
         if plan.use_min_tokens:
+            index = idx_mapping.long()
             active = positions < states.min_len.gpu[index]
             logits = mask_stop_ids(logits.clone(), states.stop_ids.gpu[index], active)
-        if not plan.all_greedy:
-            t = states.temperature.gpu[index].unsqueeze(1)
-            logits = logits / torch.where(t == 0, torch.ones_like(t), t)
-        if plan.use_min_p:
-            apply_min_p(logits, states.min_p.gpu[index])
-        if plan.use_top_k or plan.use_top_p:
-            top_k = states.top_k.gpu[index] if plan.use_top_k else None
-            top_p = states.top_p.gpu[index] if plan.use_top_p else None
-            apply_top_k_top_p(logits, top_k, top_p)
-        sampled = gumbel_sample(
-            logits, idx_mapping, states.temperature.gpu, states.seeds.gpu, positions,
-            purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy, form=self._form,
-        )  # fmt: skip
+        if plan.filters:
+            sampled = sample_top_k_top_p(
+                logits, idx_mapping, states.top_k.gpu, states.top_p.gpu, states.min_p.gpu, states.temperature.gpu,
+                states.seeds.gpu, positions, purpose=Purpose.SAMPLE, apply_temperature=True, form=self._form,
+            )  # fmt: skip
+        else:
+            sampled = gumbel_sample(
+                logits, idx_mapping, states.temperature.gpu, states.seeds.gpu, positions,
+                purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy, apply_temperature=True, form=self._form,
+            )  # fmt: skip
         wanted = plan.num_logprobs != NO_LOGPROBS
         logprobs = compute_logprobs(raw, sampled, plan.num_logprobs) if wanted else None
         return SamplerOutput(sampled.unsqueeze(1), logprobs)
