@@ -91,7 +91,8 @@ class EngineConfig:
     kernel_backend: Literal["auto", "triton", "torch", "interpret", "loop"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = field(default=())
     """Sizes to which a pure decode batch is padded, and at which CUDA graphs are captured. Left empty: none on a CPU
-    (give some to see the padding there) or with enforce_eager; on CUDA 1, 2, 4, 8 and then every eighth."""
+    (give some to see the padding there) or with enforce_eager; on CUDA 1, 2, 4, 8, 16, 24, 32, 48, 64 and then every
+    32nd."""
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -190,7 +191,8 @@ class EngineConfig:
             max_seqs = min(64 if self.torch_device.type == "cpu" else 256, self.max_num_batched_tokens)
         sizes = self.cudagraph_capture_sizes
         if not sizes and self.torch_device.type == "cuda" and not self.enforce_eager:
-            sizes = tuple(sorted({n for n in (1, 2, 4, *range(8, max_seqs, 8)) if n < max_seqs} | {max_seqs}))
+            steps = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, max_seqs, 32))
+            sizes = (*(n for n in steps if n < max_seqs), max_seqs)
         return dataclasses.replace(
             self,
             max_model_len=max_len,

@@ -93,7 +93,7 @@ class LLM:
         try:
             for prompt, one in zip(batch, params, strict=True):
                 with deferred_interrupt():
-                    ids.append(self.add(prompt, one))
+                    ids.append(self.add(prompt, one, final_only=True))
             pending = set(ids)
             while pending:
                 for output in self.step():
@@ -168,9 +168,10 @@ class LLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        final_only: bool = False,
     ) -> str:
-        """Queues one request for the next `step()` and returns its id. Raises ValueError, with nothing queued, if it
-        can't run."""
+        """Queues one request for the next `step()` and returns its id. With `final_only` a step returns its output
+        when it is finished, and nothing before. Raises ValueError, with nothing queued, if it can't run."""
         params = sampling_params if sampling_params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
@@ -183,7 +184,7 @@ class LLM:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.core.scheduler.max_new_tokens(len(token_ids)))
-        parent = ParentRequest(request_id, text, token_ids, params, time.monotonic())
+        parent = ParentRequest(request_id, text, token_ids, params, time.monotonic(), final_only)
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",

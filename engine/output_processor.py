@@ -22,6 +22,8 @@ class ParentRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float
+    final_only: bool = False
+    """The caller wants the output when it is finished, not after each token."""
     children: list[_Child] = field(default_factory=list)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -39,6 +41,11 @@ class _Child:
     request: Request
     detokenizer: Detokenizer | None
     logprobs: list[dict[int, Logprob]] | None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Its tokens need no work until it is finished."""
+        return self.parent.final_only and self.detokenizer is None and self.logprobs is None
 
 
 class OutputProcessor:
@@ -88,23 +95,30 @@ class OutputProcessor:
         string."""
         touched: dict[str, ParentRequest] = {}
         now = time.monotonic()
+        observed = self._hooks.active
         for request, token_ids in updates:
             child = self._children[request.request_id]
             parent = child.parent
-            touched[parent.request_id] = parent
-            parent.first_token_time = parent.first_token_time or now
+            if parent.first_token_time is None:
+                parent.first_token_time = now
             parent.last_token_time = now
+            if child.is_quiet and not observed and not request.is_finished:
+                continue
+            touched[parent.request_id] = parent
             before = len(child.detokenizer.text) if child.detokenizer else 0
             self._detokenize(child, token_ids, stop)
             if child.logprobs is not None and logprobs:
                 child.logprobs.extend(self._with_text(entry) for entry in logprobs.get(request.request_id, []))
             if request.is_finished and child.detokenizer:
                 child.detokenizer.finish()
-            if self._hooks.active:
+            if observed:
                 self._emit(child, token_ids, before, step)
-        outputs = [self.build(parent) for parent in touched.values()]
+        outputs = []
         for parent in touched.values():
-            if parent.finished:
+            finished = parent.finished
+            if finished or not parent.final_only:
+                outputs.append(self.build(parent))
+            if finished:
                 self.forget(parent.request_id)
         return outputs
 

@@ -19,7 +19,7 @@ from kernels.dispatch import FORMS, resolve_form
 from kernels.gather_block_tables import gather_block_tables
 from kernels.gumbel import Purpose, gumbel_sample
 from kernels.head_rotation import HeadRotation
-from kernels.linear import MAX_ROWS, small_linear
+from kernels.linear import max_rows, small_linear
 from kernels.paged_attention import MAX_COUNTERS, decode_attention
 from kernels.post_update import get_num_sampled_and_rejected, post_update
 from kernels.prefill_attention import prefill_attention
@@ -34,7 +34,6 @@ from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 __all__ = [
     "FORMS",
     "MAX_COUNTERS",
-    "MAX_ROWS",
     "PAD_SLOT_ID",
     "HeadRotation",
     "Purpose",
@@ -48,6 +47,7 @@ __all__ = [
     "get_num_sampled_and_rejected",
     "gumbel_sample",
     "mask_top_k_top_p",
+    "max_rows",
     "post_update",
     "prefill_attention",
     "prepare_pos_seq_lens",

@@ -10,6 +10,11 @@ from kernels.triton_support import can_launch_early, launch
 MAX_ROWS = 16
 
 
+def max_rows(x: torch.Tensor) -> int:
+    """Rows up to which small_linear's kernels take x: a GPU's matrix instructions do not take float32 as it is."""
+    return 1 if x.is_cuda and x.dtype == torch.float32 else MAX_ROWS
+
+
 def small_linear(
     # [t, K]
     x: torch.Tensor,
@@ -33,7 +38,7 @@ def small_linear(
     Products are summed in float32 and rounded once. All tensors have one dtype: float32, float16 or bfloat16.
 
     Raises:
-        ValueError: a wrong dtype, shape or form, a bias together with `gated`, or more than MAX_ROWS rows in Triton.
+        ValueError: a wrong dtype, shape or form, a bias together with `gated`, or more than max_rows(x) in Triton.
     """
     num_rows, depth = x.shape
     num_columns = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -53,8 +58,11 @@ def small_linear(
     if form == "loop":
         _loop(x, weight, norm_weight, eps, bias, residual, gated, out)
         return out
-    if num_rows > MAX_ROWS:
-        raise ValueError(f"small_linear takes at most {MAX_ROWS} rows, got {num_rows}: use form='torch' for more")
+    if num_rows > max_rows(x):
+        raise ValueError(
+            f"small_linear's kernels take at most {max_rows(x)} row(s) of {x.dtype} on {x.device.type}, "
+            f"got {num_rows}: use form='torch' for more"
+        )
     _launch(x, weight, norm_weight, eps, bias, residual, gated, out, form)
     return out
 
@@ -109,13 +117,11 @@ def _tile(num_rows: int, num_columns: int, depth: int, gated: bool) -> tuple[int
     """Output columns of a program, depth of one read, and warps: the fastest of those measured on an H200."""
     is_wide = num_columns >= 65536
     if num_rows > 1:
-        tile = (16, 1024 if num_rows <= 8 and (gated or is_wide) else 512, 4)
-    elif gated or is_wide:
+        tile = (16, 1024 if num_rows <= 8 and is_wide else 512, 4)
+    elif gated or is_wide or num_columns >= 2048:
         tile = (8, 1024, 4)
-    elif num_columns >= 2048:
-        tile = (16, 1024, 4)
     else:
-        tile = (8, 2048, 8) if depth > 2048 else (4, 1024, 4)
+        tile = (4, 1024, 2 if depth > 2048 else 4)
     block_n, block_k, num_warps = tile
     return block_n, max(128, min(block_k, 1 << (depth - 1).bit_length())), num_warps
 

@@ -14,7 +14,7 @@ from kernels.store_kv import check_qkv, store_kv
 from kernels.triton_support import can_launch_early, launch, tl, triton
 
 MAX_COUNTERS = 1024
-_MAX_SPLITS = 16
+_MAX_SPLITS = 32
 _PROGRAMS = 512
 _LOG2_E = 1.4426950408889634
 
@@ -148,12 +148,12 @@ def _launch(
 def num_splits(num_rows: int, num_kv_heads: int) -> int:
     """How many programs share one request's context for one KV head: about four for each multiprocessor in all."""
     wanted = _PROGRAMS // max(1, num_rows * num_kv_heads)
-    return min(_MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
+    return 1 << max(0, min(_MAX_SPLITS, wanted).bit_length() - 1)
 
 
 def _tile(splits: int) -> tuple[int, int, int]:
     """Tokens of a read, warps and pipeline depth: the fastest of those measured on an H200."""
-    return (32, 1, 2) if splits == 1 else (64, 2, 2) if splits < 16 else (32, 2, 2)
+    return (32, 1, 2) if splits == 1 else (64, 2, 2) if splits < _MAX_SPLITS else (16, 2, 2)
 
 
 @triton.jit

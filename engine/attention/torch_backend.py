@@ -27,10 +27,25 @@ class _Group:
     kv_len: int
     # Rows of the batch that belong to the group: a slice where they lie together, else i64 [g * n]
     rows: slice | Tensor
-    # i64 [g * Hk * S]: rows of K seen as [num_slots * Hk, D], or None where K and V are all of this step
-    gather: Tensor | None
     # n = 1: added to the scores, [g * Hk, Hq / Hk, S]. n > 1: bool [g, 1, n, S]. None: plain causal masking is right
-    mask: Tensor | None
+    mask: Tensor | None = None
+    # Where the keys lie, or None where K and V are all of this step
+    gather: _Gather | None = None
+
+
+@dataclass(slots=True)
+class _Gather:
+    """Copies the keys and values of a group out of a layer's cache.
+
+    The space is made once a step. Made anew for each layer, it comes from the system page by page, which on a CPU took
+    longer than the attention itself.
+    """
+
+    # i64 [g * Hk * S]: rows of K seen as [num_slots * Hk, D]
+    rows: Tensor
+    # [g * Hk * S, D] each; one and the same for decodes, which are done with the keys before they want the values
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(slots=True)
@@ -92,7 +107,9 @@ class TorchAttention:
             return self._decode(qkv[:, : heads * dim], kv_cache, group)
         else:
             q = qkv.view(g, n, -1, dim)[:, :, :heads].transpose(1, 2)
-            k, v = (half.view(-1, dim).index_select(0, group.gather).view(g, kv_heads, s, dim) for half in kv_cache)
+            gather, (key_cache, value_cache) = group.gather, kv_cache.view(2, -1, dim).unbind(0)
+            k = torch.index_select(key_cache, 0, gather.rows, out=gather.keys).view(g, kv_heads, s, dim)
+            v = torch.index_select(value_cache, 0, gather.rows, out=gather.values).view(g, kv_heads, s, dim)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=group.mask, is_causal=group.mask is None and n > 1, enable_gqa=heads != kv_heads
         )
@@ -100,13 +117,15 @@ class TorchAttention:
 
     def _decode(self, q: Tensor, kv_cache: Tensor, group: _Group) -> Tensor:
         """One query a request. The query heads of a KV head are rows of one product, so K and V are never repeated."""
-        assert group.gather is not None and group.mask is not None
+        gather = group.gather
+        assert gather is not None and group.mask is not None
         batch = group.num_reqs * self.num_kv_heads
         key_cache, value_cache = kv_cache.view(2, -1, self.head_dim).unbind(0)
         q = q.reshape(batch, self.group_size, self.head_dim)
-        k = key_cache.index_select(0, group.gather).view(batch, group.kv_len, self.head_dim)
+        shape = (batch, group.kv_len, self.head_dim)
+        k = torch.index_select(key_cache, 0, gather.rows, out=gather.keys).view(shape)
         weights = torch.baddbmm(group.mask, q, k.transpose(1, 2), alpha=self.scale).softmax(-1)
-        v = value_cache.index_select(0, group.gather).view(batch, group.kv_len, self.head_dim)
+        v = torch.index_select(value_cache, 0, gather.rows, out=gather.values).view(shape)
         return torch.bmm(weights, v).view(group.num_reqs, -1)
 
     def _group(self, metadata: AttentionMetadata, reqs: list[int]) -> _Group:
@@ -118,7 +137,7 @@ class TorchAttention:
         kv_len = int(metadata.seq_lens_np[reqs].max())
         if count == 1 and kv_len == n:
             # No context, so this step's own K and V are all there is and plain causal masking is exact.
-            return _Group(1, n, kv_len, slice(start, start + n), None, None)
+            return _Group(1, n, kv_len, slice(start, start + n))
         rows: slice | Tensor = slice(start, start + n * count)
         select: slice | Tensor = slice(first, last + 1)
         if last - first >= count:
@@ -126,7 +145,10 @@ class TorchAttention:
             rows = _to_device((starts[:, None] + np.arange(n)).reshape(-1), device)
             select = _to_device(np.array(reqs), device)
         mask = self._mask(metadata.seq_lens[select], n, kv_len)
-        return _Group(count, n, kv_len, rows, self._gather_rows(metadata, select, kv_len), mask)
+        index = self._gather_rows(metadata, select, kv_len)
+        keys = torch.empty((index.shape[0], self.head_dim), dtype=self.dtype, device=device)
+        gather = _Gather(index, keys, keys if n == 1 else torch.empty_like(keys))
+        return _Group(count, n, kv_len, rows, mask, gather)
 
     def _mask(self, seq_lens: Tensor, n: int, kv_len: int) -> Tensor:
         """See _Group.mask; query i of a request is at position seq_len - n + i. seq_lens i32 [g]."""

@@ -1,6 +1,6 @@
 """The decoder's step in few launches: what a GPU runs instead of decoder.py's operations layer by layer.
 
-The result is the same up to rounding. Up to MAX_ROWS rows a layer is five launches: attention, and each projection
+The result is the same up to rounding. Up to max_rows rows a layer is five launches: attention, and each projection
 with the norm before it and the gate or the residual after it; beyond, projections are torch's and what stands between
 them is one kernel each.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import MAX_ROWS, HeadRotation, add_rms_norm, silu_mul, small_linear
+from kernels import HeadRotation, add_rms_norm, max_rows, silu_mul, small_linear
 from kernels.triton_support import TRITON_IMPORT_ERROR
 
 from ..attention.metadata import AttentionMetadata
@@ -49,7 +49,7 @@ def fused_forward(
 
     layers = zip(model.layers, kv_cache.unbind(0), strict=True)
     branch = None
-    if residual.shape[0] <= MAX_ROWS:
+    if residual.shape[0] <= max_rows(residual):
         for layer, cache in layers:
             _few_rows(layer, residual, cache, _rotation(layer, model, positions), attend, attention.form)
     else:
@@ -62,7 +62,7 @@ def fused_forward(
 def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
     """As :meth:`engine.models.decoder.CausalLM.compute_logits`, with the sums left in float32."""
     weight = _weight(model.lm_head)
-    if hidden.shape[0] <= MAX_ROWS:
+    if hidden.shape[0] <= max_rows(hidden):
         return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

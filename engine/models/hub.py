@@ -56,6 +56,8 @@ def find_on_hub(name: str) -> Path | None:
 def _fetch(repo_id: str, file: list[str], local_files_only: bool) -> Path:
     if file:
         return Path(huggingface_hub.hf_hub_download(repo_id, file[0], local_files_only=local_files_only))
-    return Path(
-        huggingface_hub.snapshot_download(repo_id, allow_patterns=_PATTERNS, local_files_only=local_files_only)
+    # Folders of a repository hold the same weights in other formats.
+    snapshot = huggingface_hub.snapshot_download(
+        repo_id, allow_patterns=_PATTERNS, ignore_patterns="*/*", local_files_only=local_files_only
     )
+    return Path(snapshot)

@@ -135,4 +135,3 @@ _DUMMY_SCALES = {"embed_tokens": 4.0, "lm_head": 4.0, "q_proj": 2.0, "k_proj": 2
 def _ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that checkpoints carry and that say nothing new."""
     return bool(_IGNORED.fullmatch(name)) or (config.tie_word_embeddings and name == "lm_head.weight")
-

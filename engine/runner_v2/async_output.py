@@ -46,8 +46,9 @@ class AsyncOutput:
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self._event, "output", inside_step=False)
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
-        # Columns past num_sampled are whatever was there: always cut.
-        tokens = [host["sampled"][i, :n].tolist() for i, n in enumerate(host["num_sampled"])]
+        # Columns past num_sampled are whatever was there: always cut. So are the rows of a captured batch's padding.
+        sampled, counts = host["sampled"].tolist(), host["num_sampled"].tolist()
+        tokens = [sampled[i][: counts[i]] for i in range(len(self._req_ids))]
         logprobs = None
         if "token_ids" in host:
             rows = (host["token_ids"], host["logprobs"], host["ranks"])

@@ -104,7 +104,3 @@ class StagedWriteTensor:
 
     def _launch(self, rows: torch.Tensor, starts: torch.Tensor, cu_len: torch.Tensor, contents: torch.Tensor) -> None:
         apply_write(self.gpu, rows, starts, cu_len, contents, form=self._form)
-
-    def discard(self) -> None:
-        """Forgets what was staged and not applied."""
-        self._rows, self._starts, self._lengths, self._contents = [], [], [], []

@@ -1,4 +1,4 @@
-"""LLM: named and behaving as vLLM's. Prompts, parameters, results, chat, streams, metrics, step by step."""
+"""LLM: named and behaving as vLLM's. Prompts, parameters, results, chat, metrics, step by step."""
 
 from __future__ import annotations
 
@@ -195,81 +195,6 @@ def test_chat_refuses_nothing_to_say(llm: LLM) -> None:
             llm.chat(empty, greedy(2), use_tqdm=False)
     with pytest.raises(ValueError, match="role"):
         llm.chat([{"content": "x"}], greedy(2), use_tqdm=False)
-
-
-# -- streams ---------------------------------------------------------------------------------------------------------
-
-
-@both_runners
-@both_loops
-def test_a_stream_grows_token_by_token(runner: str, loop: str, loaded: LoadedModel) -> None:
-    with tiny_llm(runner, loop, loaded=loaded) as llm:
-        outputs = list(llm.stream(ids(*PROMPTS[0]), greedy(6)))
-        right = reference(PROMPTS[0], greedy(6))
-        assert [output.outputs[0].token_ids for output in outputs] == [right[: n + 1] for n in range(6)]
-        assert [output.finished for output in outputs] == [False] * 5 + [True]
-        assert all(b.outputs[0].text.startswith(a.outputs[0].text) for a, b in zip(outputs, outputs[1:], strict=False))
-        assert outputs[-1].outputs == llm.generate(ids(*PROMPTS[0]), greedy(6), use_tqdm=False)[0].outputs
-        assert not llm.core.in_flight
-
-
-@both_runners
-@both_loops
-def test_closing_a_stream_aborts_its_request(runner: str, loop: str) -> None:
-    with tiny_llm(runner, loop) as llm:
-        stream = llm.stream(ids(*PROMPTS[0]), greedy(30))
-        next(stream)
-        next(stream)
-        assert llm.core.has_unfinished()
-        stream.close()
-        assert not llm.core.has_unfinished() and llm._streams == {}
-        assert tokens_of(llm.generate(ids(*PROMPTS[1]), greedy(5), use_tqdm=False)) == [
-            reference(PROMPTS[1], greedy(5))
-        ]
-        assert_empty(llm)
-
-
-@both_runners
-@both_loops
-def test_two_streams_and_a_generate_interleave(runner: str, loop: str) -> None:
-    with tiny_llm(runner, loop) as llm:
-        a, b = llm.stream(ids(*PROMPTS[0]), greedy(9)), llm.stream(ids(*PROMPTS[1]), greedy(6))
-        seen_a, seen_b = [next(a)], [next(b), next(b)]
-        whole = llm.generate(ids(*PROMPTS[2]), greedy(7), use_tqdm=False)
-        seen_a.append(next(a))
-        seen_b += list(b)
-        seen_a += list(a)
-        assert tokens_of(whole) == [reference(PROMPTS[2], greedy(7))]
-        for seen, prompt, n in ((seen_a, PROMPTS[0], 9), (seen_b, PROMPTS[1], 6)):
-            assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, n + 1))
-            assert seen[-1].outputs[0].token_ids == reference(prompt, greedy(n))
-        assert_empty(llm)
-
-
-@both_runners
-@both_loops
-def test_a_stream_whose_request_is_aborted_ends(runner: str, loop: str) -> None:
-    with tiny_llm(runner, loop) as llm:
-        stream = llm.stream(ids(*PROMPTS[0]), greedy(30))
-        first = next(stream)
-        llm.abort([first.request_id])
-        rest = list(stream)
-        assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "abort"
-        assert rest[-1].outputs[0].token_ids == reference(PROMPTS[0], greedy(30))[: len(rest[-1].outputs[0].token_ids)]
-        assert_empty(llm)
-
-
-def test_a_stream_that_nobody_reads_runs_nothing(llm: LLM) -> None:
-    stream = llm.stream(ids(*PROMPTS[0]), greedy(3))
-    assert not llm.core.has_unfinished()
-    del stream
-
-
-def test_a_stream_of_n(llm: LLM) -> None:
-    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=5, ignore_eos=True)
-    outputs = list(llm.stream("abc", params))
-    assert len(outputs) == 5 and len({completion.token_ids for completion in outputs[-1].outputs}) > 1
-    assert outputs[-1].outputs == llm.generate("abc", params, use_tqdm=False)[0].outputs
 
 
 # -- step by step ----------------------------------------------------------------------------------------------------

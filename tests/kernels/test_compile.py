@@ -8,7 +8,13 @@ import torch
 import kernels
 from kernels.triton_support import triton
 
-I32, I64, F32 = "*i32", "*i64", "*fp32"
+I32, I64, F32, BF16 = "*i32", "*i64", "*fp32", "*bf16"
+ROTATION = (I64, F32, BF16, BF16, "fp32")
+NO_ROTATION = dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))
+QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PDL": True}
+TILES = {"BLOCK_D": 128, "BLOCK_SIZE": 16, "UPCAST": False}
+DECODE = (BF16, "i32", BF16, "i64", I32, "i32", I32, I64)
+LINEAR = {"PDL": True, "UPCAST": False, "EVEN": True, "BLOCK_N": 16, "BLOCK_K": 512, "NUM_CHUNKS": 2}
 GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", F32, I64)
 # (file, kernel, types of the run-time arguments, constexprs)
 KERNELS = [
@@ -52,6 +58,57 @@ KERNELS = [
         for greedy, scale in ((False, False), (False, True), (True, False))
     ],
     ("gumbel", "_gumbel_reduce_kernel", (F32, I64, "i32", I64), {"BLOCK": 64}),
+    (
+        "paged_attention",
+        "_decode_attention_kernel",
+        (*DECODE, *ROTATION, "fp32", BF16, F32, F32, I32, "i32"),
+        {**QWEN3, **TILES, "GROUP": 2, "GROUP_PAD": 2, "BLOCK_M": 16, "BLOCK_N": 32, "SPLITS": 4},
+    ),
+    (
+        "paged_attention",
+        "_decode_attention_kernel",
+        (*DECODE, "fp32", "fp32", BF16, "i32"),
+        {**QWEN3, **TILES, "GROUP": 3, "GROUP_PAD": 4, "BLOCK_M": 16, "BLOCK_N": 32, "SPLITS": 1, **NO_ROTATION}
+        | dict.fromkeys(("partial_ptr", "statistics_ptr", "counters_ptr")),
+    ),
+    (
+        "prefill_attention",
+        "_prefill_attention_kernel",
+        (BF16, "i32", BF16, "i64", I32, "i32", I32, I32, "i32", "fp32", BF16, "i32"),
+        {**QWEN3, **TILES, "GROUP": 2, "BLOCK_M": 64, "BLOCK_Q": 32, "BLOCK_N": 64},
+    ),
+    (
+        "store_kv",
+        "_store_kv_kernel",
+        (BF16, "i32", BF16, "i64", I64, *ROTATION),
+        {**QWEN3, "NUM_HEADS": 16, "BLOCK_H": 32, "BLOCK_KV": 8, "HALF": 64},
+    ),
+    (
+        "rms_norm",
+        "_add_rms_norm_kernel",
+        (BF16, "i32", BF16, "i32", BF16, BF16, "i32", "fp32"),
+        {"PDL": True, "BLOCK": 1024},
+    ),
+    ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"PDL": True, "BLOCK": 1024}),
+    (
+        "linear_triton",
+        "one_row_kernel",
+        (BF16, "i32", BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        {**LINEAR, "GATED": True, "SPLIT": 4, "bias_ptr": None, "residual_ptr": None},
+    ),
+    (
+        "linear_triton",
+        "few_rows_kernel",
+        (BF16, "i32", BF16, BF16, BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        {**LINEAR, "GATED": False, "BLOCK_M": 8, "COLUMNS_FIRST": True},
+    ),
+    (
+        "linear_triton",
+        "few_rows_kernel",
+        (BF16, "i32", BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        {**LINEAR, "GATED": True, "BLOCK_M": 16, "COLUMNS_FIRST": False}
+        | dict.fromkeys(("norm_weight_ptr", "bias_ptr", "residual_ptr")),
+    ),
 ]
 
 

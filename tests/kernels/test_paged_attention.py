@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kernels
+from kernels import paged_attention
 from kernels.paged_attention import MAX_COUNTERS, num_splits
 from tests.kernels.attention_batches import AttentionBatch, attention_batch, same_where_finite
 
@@ -55,12 +56,18 @@ def prefill(batch: AttentionBatch, form: str) -> tuple[torch.Tensor, torch.Tenso
     return out, batch.kv_cache
 
 
+@pytest.fixture(params=[1, 4])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many programs share a context: one, or several of which some find nothing to do."""
+    monkeypatch.setattr(paged_attention, "num_splits", lambda num_rows, num_kv_heads: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FAST_FORMS)
-def test_decode(form: str, shape: str) -> None:
-    """With a first token, a full block, parts that several programs share, and two rows of padding."""
-    batch = attention_batch([(0, 1), (7, 1), (75, 1), (130, 1)], pad=2, **SHAPES[shape])
-    assert num_splits(6, SHAPES[shape]["num_kv_heads"]) > 1
+def test_decode(form: str, shape: str, splits: int) -> None:
+    """With a first token, a full block, more than a tile a part, and two rows of padding."""
+    batch = attention_batch([(0, 1), (7, 1), (75, 1), (290, 1)], pad=2, **SHAPES[shape])
     expected, expected_cache = decode(batch, "loop")
     got, cache = decode(batch, form)
     same_where_finite(got, expected)
@@ -68,14 +75,16 @@ def test_decode(form: str, shape: str) -> None:
     assert not got[4:].any() and torch.isfinite(got).all()
 
 
-def test_decode_in_one_part() -> None:
-    batch = attention_batch([(40 * (i % 2), 1) for i in range(9)], num_heads=32, num_kv_heads=32, head_dim=8)
-    assert num_splits(9, 32) == 1
-    same_where_finite(decode(batch, "interpret")[0], decode(batch, "loop")[0])
+def test_splits_follow_from_sizes_alone() -> None:
+    assert [num_splits(rows, 8) for rows in (0, 1, 2, 8, 16, 64, 256)] == [32, 32, 32, 8, 4, 1, 1]
+    # Every pair of a row and a KV head that is split has a counter.
+    assert (
+        max(rows * heads for rows in range(600) for heads in (1, 3, 8) if num_splits(rows, heads) > 1) <= MAX_COUNTERS
+    )
 
 
 @pytest.mark.parametrize("form", FAST_FORMS)
-def test_decode_without_rotation_takes_heads_as_they_are(form: str) -> None:
+def test_decode_without_rotation_takes_heads_as_they_are(form: str, splits: int) -> None:
     batch = attention_batch([(5, 1), (33, 1)])
     same_where_finite(decode(batch, form, rotate=False)[0], decode(batch, "loop", rotate=False)[0])
     assert not torch.allclose(decode(batch, form, rotate=False)[0], decode(batch, form)[0])

@@ -71,9 +71,7 @@ def run(
 def test_equals_the_loop(batch: str, heads: int, kv_heads: int) -> None:
     requests = BATCHES[batch]
     qkv, output, _, cache = run(requests, heads, kv_heads)
-    torch.testing.assert_close(
-        output.double(), reference(qkv, cache, requests, heads, kv_heads), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(output.double(), reference(qkv, cache, requests, heads, kv_heads), atol=1e-5, rtol=1e-5)
 
 
 def test_half_precision_follows_within_its_rounding() -> None:

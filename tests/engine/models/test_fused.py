@@ -12,9 +12,9 @@ from engine.models.decoder import CausalLM
 from engine.models.fused import fused_forward, fused_logits
 from tests.engine.attention.batches import make_batch
 
-FORMS = ("torch", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
+NAMES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 TABLES = [[3, 7, 1, 9, 12, 20, 21, 22], [2, 8, 4, 6, 11, 23, 24, 25]]
-STEPS = {"few rows": ([9, 1], [1, 5], [1, 1], [1, 1]), "many rows": ([17, 8], [1, 20], [1, 1], [18, 1])}
+STEPS = {"few rows": ([5, 1], [1, 1], [1, 1]), "many rows": ([17, 4], [1, 1], [18, 1])}
 
 
 def logits_of(model: CausalLM, attention: TritonAttention | None, steps: tuple[list[int], ...]) -> torch.Tensor:
@@ -39,8 +39,14 @@ def logits_of(model: CausalLM, attention: TritonAttention | None, steps: tuple[l
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *[("torch", name) for name in NAMES],
+        pytest.param("interpret", "tiny-qwen3", marks=pytest.mark.slow),
+        *[pytest.param("triton", name, marks=pytest.mark.gpu) for name in NAMES],
+    ],
+)
 def test_equals_the_layers(form: str, name: str, steps: str) -> None:
     device = torch.device("cuda" if form == "triton" else "cpu")
     model = load_model(name, dtype=torch.float32, device=device, load_format="dummy", skip_tokenizer_init=True).model

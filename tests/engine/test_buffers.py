@@ -1,0 +1,64 @@
+"""V2's transfer primitives: what the host writes next never reaches a step in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.device import Device
+from engine.hooks import Hooks
+from engine.runner_v2.buffers import StagedWriteTensor, UvaBackedTensor, publish
+from engine.runner_v2.runner import STEPS_IN_FLIGHT
+from tests.engine.engine_helpers import device_timing
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with device_timing("late"):
+        device = Device(torch.device("cpu"), Hooks("v2"))
+    yield device
+    device.close()
+
+
+def test_each_step_in_flight_has_its_own_snapshot(device: Device) -> None:
+    table = UvaBackedTensor(device, (4,), torch.int32, STEPS_IN_FLIGHT)
+    address, seen = table.gpu.data_ptr(), []
+    for step in range(STEPS_IN_FLIGHT):
+        table.set(1, 10 + step)
+        table.set(2, 20 + step)
+        publish(device, "publish", table)
+        device.compute.submit("read", lambda: seen.append(table.gpu.tolist()))
+    assert seen == []
+    device.drain()
+    assert seen == [[0, 10 + step, 20 + step, 0] for step in range(STEPS_IN_FLIGHT)]
+    assert table.gpu.data_ptr() == address, "a captured graph holds the address"
+
+
+def test_nothing_is_sent_when_nothing_changed(device: Device) -> None:
+    tables = [UvaBackedTensor(device, (4,), torch.int32, 2) for _ in range(2)]
+    publish(device, "publish", *tables)
+    assert not device.compute._tasks
+    tables[1].set(0, 5)
+    publish(device, "publish", *tables)
+    publish(device, "publish", *tables)
+    assert len(device.compute._tasks) == 1
+    staged = StagedWriteTensor(device, (4, 6), torch.int32, "torch")
+    assert not staged.apply("write")
+    staged.stage(1, 0, [])
+    assert not staged.apply("write") and len(device.compute._tasks) == 1
+
+
+def test_staged_writes_are_ragged_and_travel_in_copies(device: Device) -> None:
+    staged, values = StagedWriteTensor(device, (3, 5), torch.int32, "torch"), np.array([7, 8, 9], dtype=np.int32)
+    staged.stage(2, 1, values)
+    staged.stage(0, 4, [5])
+    assert staged.apply("write")
+    values[:] = 0
+    staged.stage(2, 0, [6])
+    assert staged.apply("write") and not staged.apply("write")
+    assert staged.gpu.tolist() == [[0] * 5] * 3
+    device.drain()
+    assert staged.gpu.tolist() == [[0, 0, 0, 0, 5], [0] * 5, [6, 7, 8, 9, 0]]
