@@ -97,12 +97,12 @@ class KVCacheManager:
         `new_computed_blocks` (from `get_computed_blocks`) is only for a request that owns no block yet.
         """
         blocks = self._requests.get(request.request_id) or _RequestBlocks()
+        if new_computed_blocks and blocks.block_ids:
+            raise ValueError(f"request {request.request_id!r} owns blocks already and can't take a prefix-cache hit")
         num_computed = request.num_computed_tokens
         end, owned = num_computed + num_new_tokens, len(blocks.block_ids) * self.block_size
         if end + num_lookahead_tokens <= owned and end < (blocks.num_published + 1) * self.block_size:
             return []  # what nearly every decode of nearly every step needs
-        if new_computed_blocks and blocks.block_ids:
-            raise ValueError(f"request {request.request_id!r} owns blocks already and can't take a prefix-cache hit")
         num_computed += len(new_computed_blocks) * self.block_size
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
         num_needed = max(0, -(-num_slots // self.block_size) - len(blocks.block_ids) - len(new_computed_blocks))
