@@ -9,7 +9,7 @@ import torch
 from kernels.attention_forms import attend_loop, attend_torch
 from kernels.dispatch import check_tensors, resolve_form, segment_of
 from kernels.store_kv import check_qkv
-from kernels.triton_support import can_launch_early, launch, tl, triton
+from kernels.triton_support import launch, tl, triton
 
 _LOG2_E = 1.4426950408889634
 
@@ -80,8 +80,6 @@ def prefill_attention(
         out,
         out.stride(0),
         form=form,
-        pdl=can_launch_early(form, qkv),
-        PDL=can_launch_early(form, qkv),
         UPCAST=form == "interpret",
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
@@ -130,7 +128,6 @@ def _prefill_attention_kernel(
     scale,
     out_ptr,
     out_stride,
-    PDL: tl.constexpr,
     UPCAST: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -144,9 +141,6 @@ def _prefill_attention_kernel(
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     STORED: tl.constexpr = kv_cache_ptr.dtype.element_ty
     MULTIPLIED: tl.constexpr = tl.float32 if UPCAST else STORED
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     # The longest context a request has comes in its last tile: start there.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.triton_support import can_launch_early, launch, tl, triton
+from kernels.triton_support import launch, tl, triton
 
 
 def add_rms_norm(
@@ -61,8 +61,6 @@ def add_rms_norm(
         eps,
         form=form,
         num_warps=max(1, min(8, block // 256)),
-        pdl=can_launch_early(form, residual),
-        PDL=can_launch_early(form, residual),
         BLOCK=block,
     )
     return out
@@ -78,16 +76,12 @@ def _add_rms_norm_kernel(
     out_ptr,
     size,
     eps,
-    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < size
     weight = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     residual_ptr += row * residual_stride
     x = tl.load(residual_ptr + i, mask=mask, other=0.0)
     exact = x.to(tl.float32)

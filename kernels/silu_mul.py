@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.triton_support import can_launch_early, launch, tl, triton
+from kernels.triton_support import launch, tl, triton
 
 
 def silu_mul(
@@ -41,18 +41,13 @@ def silu_mul(
         out,
         size,
         form=form,
-        pdl=can_launch_early(form, gate_up),
-        PDL=can_launch_early(form, gate_up),
         BLOCK=1024,
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, gate_up_stride, out_ptr, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def _silu_mul_kernel(gate_up_ptr, gate_up_stride, out_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size

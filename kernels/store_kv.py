@@ -4,7 +4,7 @@ import torch
 
 from kernels.dispatch import check_tensors, resolve_form
 from kernels.head_rotation import HeadRotation, rotate_heads
-from kernels.triton_support import can_launch_early, launch, tl, triton
+from kernels.triton_support import launch, tl, triton
 
 
 def store_kv(
@@ -50,8 +50,6 @@ def store_kv(
             rotation.k_norm if rotation else None,
             rotation.eps if rotation else 0.0,
             form=form,
-            pdl=can_launch_early(form, qkv),
-            PDL=can_launch_early(form, qkv),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -134,7 +132,6 @@ def _store_kv_kernel(
     q_norm_ptr,
     k_norm_ptr,
     eps,
-    PDL: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -142,9 +139,6 @@ def _store_kv_kernel(
     BLOCK_KV: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     # A block of one: the interpreter cannot spread a boolean scalar over a block.

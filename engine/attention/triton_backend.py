@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import MAX_COUNTERS, HeadRotation, decode_attention, prefill_attention, store_kv
+from kernels import MAX_COUNTERS, HeadRotation, decode_attention, max_rows, prefill_attention, store_kv
 
 from .metadata import AttentionMetadata
 
@@ -69,7 +69,8 @@ class TritonAttention:
         With ``rotation`` qkv comes as the projection made it, and norm and RoPE of its heads are part of the launch.
         """
         if plan.fused:
-            return self._decode(plan, qkv, kv_cache, rotation, None, start_early=True)
+            # Beside torch's projections, which larger batches use, an early start only takes room from them.
+            return self._decode(plan, qkv, kv_cache, rotation, None, start_early=qkv.shape[0] <= max_rows(qkv))
         padded = plan.num_tokens < qkv.shape[0]
         out = (torch.zeros if padded else torch.empty)(
             (qkv.shape[0], self.num_heads * self.head_dim), dtype=qkv.dtype, device=qkv.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,6 +160,22 @@ def assert_empty(llm: LLM) -> None:
     else:
         assert not core.runner.requests
         assert core.runner.input_batch.num_reqs == 0 and core.runner.input_batch.req_ids == []
+
+
+@contextmanager
+def limited_steps(llm: LLM, limit: int = 200) -> Iterator[None]:
+    """A loop that waits for an output which never comes fails instead of going on for ever."""
+    step, number = llm.core.step, itertools.count()
+
+    def counted() -> list[RequestOutput]:
+        assert next(number) < limit, f"no end after {limit} steps"
+        return step()
+
+    llm.core.step = counted
+    try:
+        yield
+    finally:
+        llm.core.step = step
 
 
 class _ModelProxy:

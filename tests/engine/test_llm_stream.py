@@ -14,6 +14,7 @@ from tests.engine.engine_helpers import (
     both_runners,
     greedy,
     ids,
+    limited_steps,
     make_llm,
     prompt_of,
     reference,
@@ -91,7 +92,8 @@ def test_a_stream_whose_request_is_aborted_ends(runner: str, loop: str) -> None:
         stream = llm.stream(ids(*PROMPTS[0]), greedy(30))
         first = next(stream)
         llm.abort([first.request_id])
-        rest = list(stream)
+        with limited_steps(llm):
+            rest = list(stream)
         assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "abort"
         assert rest[-1].outputs[0].token_ids == reference(PROMPTS[0], greedy(30))[: len(rest[-1].outputs[0].token_ids)]
         assert_empty(llm)

@@ -35,10 +35,10 @@ def test_logprobs_are_those_of_the_model(runner: str, loop: str, temperature: fl
     """log_softmax of a reference's logits, whatever the temperature and filters; ranks count from 1."""
     prompt = prompt_of(13, 3)
     asks = [0, 1, 5, None]
-    params = [
-        SamplingParams(temperature=temperature, top_k=50, seed=k, max_tokens=6, ignore_eos=True, logprobs=k)
-        for k in asks
-    ]
+    common = {"temperature": temperature, "top_k": 50, "max_tokens": 6, "ignore_eos": True}
+    params = [SamplingParams(**common, seed=k, logprobs=k) for k in asks]
+    # Forbidding stop ids for a while is no change of the model's own distribution either.
+    params[2] = SamplingParams(**common, seed=5, logprobs=5, min_tokens=6, stop_token_ids=list(range(3, 120)))
     with tiny_llm(runner, loop, max_num_batched_tokens=9, num_gpu_blocks_override=14) as llm:
         outputs = llm.generate([ids(*prompt)] * 4, params, use_tqdm=False)
     assert outputs[3].outputs[0].logprobs is None

@@ -25,8 +25,11 @@ from tests.engine.engine_helpers import (
 )
 from tests.engine.snapshot_truth import assert_truthful
 
-# The same trace again when somebody looks at a red run, on every machine.
-fixed = settings(derandomize=True, deadline=None, max_examples=10)
+
+def fixed(max_examples: int) -> settings:
+    """The same traces again when somebody looks at a red run, on every machine."""
+    return settings(derandomize=True, deadline=None, max_examples=max_examples)
+
 
 # A few openings, so that prefixes are shared.
 OPENINGS = ((), (7, 8, 9, 10), (7, 8, 9, 10, 11, 12, 13, 14), (7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17))
@@ -87,13 +90,16 @@ def check(llm: LLM, trace: list[TraceRequest], model: str, look: bool) -> tuple[
     return result.num_preemptions, result.num_cached_tokens
 
 
+@pytest.mark.parametrize("max_examples", [10, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("timing", ["threads", "late"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_any_trace_gives_the_tokens_of_each_request_alone(runner: str, loop: str, timing: str) -> None:
+def test_any_trace_gives_the_tokens_of_each_request_alone(
+    runner: str, loop: str, timing: str, max_examples: int
+) -> None:
     seen = {"preemptions": 0, "hits": 0}
 
-    @fixed
+    @fixed(max_examples)
     @given(traces(), st.sampled_from(("tiny-llama", "tiny-qwen3")))
     def run(case: tuple[list[TraceRequest], dict[str, Any]], model: str) -> None:
         trace, config = case

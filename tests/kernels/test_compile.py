@@ -11,7 +11,7 @@ from kernels.triton_support import triton
 I32, I64, F32, BF16 = "*i32", "*i64", "*fp32", "*bf16"
 ROTATION = (I64, F32, BF16, BF16, "fp32")
 NO_ROTATION = dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))
-QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PDL": True}
+QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 TILES = {"BLOCK_D": 128, "BLOCK_SIZE": 16, "UPCAST": False}
 DECODE = (BF16, "i32", BF16, "i64", I32, "i32", I32, I64)
 LINEAR = {"PDL": True, "UPCAST": False, "EVEN": True, "BLOCK_N": 16, "BLOCK_K": 512, "NUM_CHUNKS": 2}
@@ -59,16 +59,26 @@ KERNELS = [
     ],
     ("gumbel", "_gumbel_reduce_kernel", (F32, I64, "i32", I64), {"BLOCK": 64}),
     (
-        "paged_attention",
-        "_decode_attention_kernel",
+        "paged_attention_triton",
+        "decode_attention_kernel",
         (*DECODE, *ROTATION, "fp32", BF16, F32, F32, I32, "i32"),
-        {**QWEN3, **TILES, "GROUP": 2, "GROUP_PAD": 2, "BLOCK_M": 16, "BLOCK_N": 32, "SPLITS": 4},
+        {**QWEN3, **TILES, "PDL": True, "GROUP": 2, "GROUP_PAD": 2, "BLOCK_M": 16, "BLOCK_N": 32, "SPLITS": 4},
     ),
     (
-        "paged_attention",
-        "_decode_attention_kernel",
+        "paged_attention_triton",
+        "decode_attention_kernel",
         (*DECODE, "fp32", "fp32", BF16, "i32"),
-        {**QWEN3, **TILES, "GROUP": 3, "GROUP_PAD": 4, "BLOCK_M": 16, "BLOCK_N": 32, "SPLITS": 1, **NO_ROTATION}
+        {
+            **QWEN3,
+            **TILES,
+            "PDL": False,
+            "GROUP": 3,
+            "GROUP_PAD": 4,
+            "BLOCK_M": 16,
+            "BLOCK_N": 32,
+            "SPLITS": 1,
+            **NO_ROTATION,
+        }
         | dict.fromkeys(("partial_ptr", "statistics_ptr", "counters_ptr")),
     ),
     (
@@ -87,9 +97,9 @@ KERNELS = [
         "rms_norm",
         "_add_rms_norm_kernel",
         (BF16, "i32", BF16, "i32", BF16, BF16, "i32", "fp32"),
-        {"PDL": True, "BLOCK": 1024},
+        {"BLOCK": 1024},
     ),
-    ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"PDL": True, "BLOCK": 1024}),
+    ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"BLOCK": 1024}),
     (
         "linear_triton",
         "one_row_kernel",

@@ -18,10 +18,14 @@ SHAPES = {
 }
 
 
-def decode(batch: AttentionBatch, form: str, rotate: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(
+    batch: AttentionBatch, form: str, rotate: bool = True, start_early: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and cache after one call; the cache's poison stays where nothing was written."""
     batch = batch.clone()
     counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=batch.qkv.device)
+    if start_early:
+        torch.cuda.synchronize()  # nothing that is read early may be under way
     out = kernels.decode_attention(
         batch.qkv,
         batch.kv_cache,
@@ -31,6 +35,7 @@ def decode(batch: AttentionBatch, form: str, rotate: bool = True) -> tuple[torch
         batch.rotation if rotate else None,
         max_seq_len=int(batch.seq_lens.max()),
         counters=counters,
+        start_early=start_early,
         form=form,
     )
     assert not counters.any(), "the kernel leaves the counters as it found them"
