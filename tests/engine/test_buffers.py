@@ -12,7 +12,7 @@ from engine.device import Device
 from engine.hooks import Hooks
 from engine.runner_v2.buffers import StagedWriteTensor, UvaBackedTensor, publish
 from engine.runner_v2.runner import STEPS_IN_FLIGHT
-from tests.engine.engine_helpers import device_timing
+from tests.engine.late_device import device_timing
 
 
 @pytest.fixture

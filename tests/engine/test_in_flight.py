@@ -12,7 +12,6 @@ from tests.engine.engine_helpers import (
     assert_empty,
     both_loops,
     both_runners,
-    device_timing,
     greedy,
     ids,
     prompt_of,
@@ -21,6 +20,7 @@ from tests.engine.engine_helpers import (
     tiny_llm,
     tokens_of,
 )
+from tests.engine.late_device import device_timing
 
 Tokens = dict[str, tuple[int, ...]]
 

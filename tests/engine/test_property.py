@@ -17,12 +17,12 @@ from tests.engine.engine_helpers import (
     RUNNERS,
     TraceRequest,
     close,
-    device_timing,
     make_llm,
     reference,
     run_trace,
     tiny_model,
 )
+from tests.engine.late_device import device_timing
 from tests.engine.snapshot_truth import assert_truthful
 
 
