@@ -1,6 +1,6 @@
 """Streams and events: CUDA's on a GPU, and real ones on a CPU.
 
-On a CPU a stream is a worker thread that runs submitted work in order, so `submit` returns at once and the host runs
+On a CPU a stream is work that a worker thread runs in order, so `submit` returns at once and the host runs
 ahead while torch computes; an event blocks whoever waits for it. The runners are written once, against `Stream`. What
 a submitted function computes exists on the host only after an event that was recorded behind it.
 
@@ -58,9 +58,9 @@ class Span:
 
 @dataclass(eq=False)
 class _StreamState:
-    """What a worker thread shares with its stream (not the stream itself, which must stay collectable)."""
+    """What a worker shares with a stream (not the stream itself, which must stay collectable)."""
 
-    tasks: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    lane: Lane
     spans: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     error: BaseException | None = None
 
@@ -83,10 +83,82 @@ class CpuEvent:
         self._done.set()
 
 
-def _work(state: _StreamState, lane: Lane) -> None:
+class _Worker:
+    """A thread that runs tasks in order. It ends, finished with what is queued, when its last user is gone."""
+
+    def __init__(self, name: str) -> None:
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self.num_users = 0
+        self.thread = threading.Thread(target=_work, args=(self.tasks,), name=name, daemon=True)
+        self.thread.start()
+
+
+_workers_lock = threading.RLock()  # re-entrant: a collection inside may end another stream
+_compute_worker: _Worker | None = None
+
+
+def _acquire(lane: Lane) -> _Worker:
+    """A worker for one more stream. There is one compute worker in the process, as there is one CPU.
+
+    A worker of its own for each engine would give each a pool of OpenMP threads, and with more pool threads than cores
+    OpenMP stops spinning between two operations: a tenth to a third of a small model's step.
+    """
+    global _compute_worker
+    with _workers_lock:
+        if lane != "compute":
+            worker = _Worker(f"runnerscope-{lane}")
+        else:
+            worker = _compute_worker = _compute_worker or _Worker("runnerscope-compute")
+        worker.num_users += 1
+        return worker
+
+
+def _release(worker: _Worker) -> None:
+    """Joins a worker that nobody uses any more, since a thread inside torch must not outlive the interpreter."""
+    global _compute_worker
+    with _workers_lock:
+        worker.num_users -= 1
+        if worker.num_users:
+            return
+        if worker is _compute_worker:
+            _compute_worker = None
+    worker.tasks.put(None)
+    if worker.thread is not threading.current_thread():
+        worker.thread.join()
+
+
+def run_on_compute_worker(fn: Callable[[], Any]) -> Any:
+    """Runs `fn` where the CPU's compute streams run, and returns what it returns or raises what it raises.
+
+    For heavy torch work outside a step, loading above all: on the calling thread it would leave a second pool of OpenMP
+    threads behind.
+    """
+    worker, done = _acquire("compute"), threading.Event()
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            with torch.inference_mode(False):
+                outcome.append((fn(), None))
+        except BaseException as error:  # noqa: BLE001 - raised to the caller
+            outcome.append((None, error))
+        done.set()
+
+    try:
+        worker.tasks.put((_StreamState("compute"), "run", 0, "", False, run, ()))
+        done.wait()
+    finally:
+        _release(worker)
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _work(tasks: queue.SimpleQueue) -> None:
     with torch.inference_mode():
-        while (task := state.tasks.get()) is not None:
-            kind, *rest = task
+        while (task := tasks.get()) is not None:
+            state, kind, *rest = task
             if kind == "event":
                 rest[0].set(state.error)
             elif kind == "wait":
@@ -101,28 +173,21 @@ def _work(state: _StreamState, lane: Lane) -> None:
                 except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for this stream
                     state.error = error
                 if timed:
-                    state.spans.put(Span(step, name, lane, begin, time.perf_counter_ns()))
-            del task, rest  # or the thread would keep the last step's tensors alive while it sleeps
+                    state.spans.put(Span(step, name, state.lane, begin, time.perf_counter_ns()))
+            del task, rest, state  # or the thread would keep the last step's tensors alive while it sleeps
             kind = fn = args = None
 
 
-def _end(state: _StreamState, thread: threading.Thread) -> None:
-    """Lets the worker finish what is queued. Joined, since a thread inside torch must not outlive the interpreter."""
-    state.tasks.put(None)
-    if thread is not threading.current_thread():
-        thread.join()
-
-
 class CpuStream:
-    """One worker thread. It ends when the stream is collected or closed."""
+    """An order of work on a worker thread. Its share of the worker ends when it is collected or closed."""
 
     def __init__(self, lane: Lane, hooks: Hooks) -> None:
         self.lane = lane
         self._hooks = hooks
-        self._state = _StreamState()
-        thread = threading.Thread(target=_work, args=(self._state, lane), name=f"runnerscope-{lane}", daemon=True)
-        thread.start()
-        self._close = weakref.finalize(self, _end, self._state, thread)
+        self._state = _StreamState(lane)
+        worker = _acquire(lane)
+        self._tasks = worker.tasks
+        self._close = weakref.finalize(self, _release, worker)
 
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
         self._put("run", self._hooks.step, name, self._hooks.active, fn, args)
@@ -139,7 +204,7 @@ class CpuStream:
         if not self._close.alive:
             # Nobody would ever run it, and whoever waits for it would wait forever.
             raise RuntimeError("this engine was closed and can't run any more; make a new LLM")
-        self._state.tasks.put(task)
+        self._tasks.put((self._state, *task))
 
     def take_spans(self) -> list[Span]:
         """Spans of finished work since the last call."""
@@ -152,6 +217,9 @@ class CpuStream:
         self._state.error = None
 
     def close(self) -> None:
+        """Waits for what was submitted, and takes nothing more."""
+        if self._close.alive:
+            self.record_event()._done.wait()
         self._close()
 
 

@@ -12,9 +12,10 @@ from huggingface_hub.utils import tqdm
 
 from .config import ConfigError, EngineConfig
 from .core import EngineCore
+from .device import run_on_compute_worker
 from .hooks import Hooks
 from .interrupts import deferred_interrupt
-from .models import LoadedModel, load_model
+from .models import LoadedModel, load_model, resolve_model
 from .output_processor import ParentRequest
 from .request import Request, RequestOutput, SamplingParams
 
@@ -44,10 +45,7 @@ class LLM:
             kwargs = _with_loaded(kwargs, loaded)
         config = EngineConfig.from_kwargs(**kwargs)
         if loaded is None:
-            loaded = load_model(
-                config.model, tokenizer=config.tokenizer, dtype=config.torch_dtype, device=config.torch_device,
-                load_format=config.load_format, seed=config.seed, skip_tokenizer_init=config.skip_tokenizer_init,
-            )  # fmt: skip
+            loaded = _load(config)
         self.loaded = loaded
         self.core = EngineCore(config, loaded, keep_finished)
         self._counter = itertools.count()
@@ -290,6 +288,20 @@ def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
             f"{own['device']}; leave dtype and device out, or load the model anew"
         )
     return merged | {"model": loaded.name, "load_format": loaded.load_format}
+
+
+def _load(config: EngineConfig) -> LoadedModel:
+    def load() -> LoadedModel:
+        return load_model(
+            config.model, tokenizer=config.tokenizer, dtype=config.torch_dtype, device=config.torch_device,
+            load_format=config.load_format, seed=config.seed, skip_tokenizer_init=config.skip_tokenizer_init,
+        )  # fmt: skip
+
+    if config.torch_device.type == "cuda":
+        return load()
+    if config.load_format == "auto":
+        resolve_model(config.model)  # here, where a Ctrl-C ends a download
+    return run_on_compute_worker(load)
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -171,7 +171,8 @@ def test_device_spans_are_measured_and_emitted_between_steps(device: Device) -> 
 def test_close_finishes_the_work_and_ends_the_threads() -> None:
     count = len(threads())
     device, seen = Device(torch.device("cpu"), Hooks("v2")), []
-    assert len(threads()) == count + 2
+    # The compute worker is the process's, so it may have been there.
+    assert len(threads()) - count in (1, 2)
     device.compute.submit("slow", time.sleep, 0.02)
     device.compute.submit("last", seen.append, 1)
     device.close()
