@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from . import snapshot as snapshots
 from .config import EngineConfig
+from .device import run_on_compute_worker
 from .hooks import Hooks
 from .integrity import check_rows
 from .interrupts import deferred_interrupt
@@ -52,7 +53,7 @@ class EngineCore:
         )
         self.loaded = loaded
         self.hooks = Hooks("v2" if self.use_v2 else "v1")
-        self.worker = Worker(self.config, self.use_v2, loaded, self.hooks)
+        self.worker = self._off_this_thread(lambda: Worker(self.config, self.use_v2, loaded, self.hooks))
         self.device = self.worker.device
         self.runner = self.worker.runner
         self.scheduler = Scheduler(self.config, self.hooks, self.use_v2)
@@ -63,6 +64,10 @@ class EngineCore:
         """With `keep_finished`: requests that ended, so that snapshots still show them."""
         self._current: Iterator[str] | None = None
         self._outputs: list[RequestOutput] = []
+
+    def _off_this_thread(self, make: Callable[[], Any]) -> Any:
+        """Runs `make`, which fills large tensors, where the CPU's steps run; see `run_on_compute_worker`."""
+        return make() if self.config.torch_device.type == "cuda" else run_on_compute_worker(make)
 
     # -- requests
 
@@ -215,7 +220,7 @@ class EngineCore:
             self.device.reset()
             self.in_flight.clear()
             self.scheduler.recover()
-            self.runner.reset()
+            self._off_this_thread(self.runner.reset)
 
     # -- looking
 
