@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from . import snapshot as snapshots
 from .config import EngineConfig
-from .device import run_on_compute_worker
+from .cpu_stream import run_on_compute_worker
 from .hooks import Hooks
 from .integrity import check_rows
 from .interrupts import deferred_interrupt

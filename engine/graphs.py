@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .device import CudaStream
+from .cuda_stream import CudaStream
 
 Factory = Callable[[], Callable[[], Any]]
 """Builds a step's inputs outside the graph and returns the work to capture."""

@@ -12,7 +12,7 @@ from huggingface_hub.utils import tqdm
 
 from .config import ConfigError, EngineConfig
 from .core import EngineCore
-from .device import run_on_compute_worker
+from .cpu_stream import run_on_compute_worker
 from .hooks import Hooks
 from .interrupts import deferred_interrupt
 from .models import LoadedModel, load_model, resolve_model

@@ -158,7 +158,7 @@ def take(core: EngineCore) -> PendingSnapshot:
         ),
     }
     pending_views = v2_views.pending_views if core.use_v2 else v1_views.pending_views
-    return PendingSnapshot(host, pending_views(runner))  # type: ignore[arg-type]
+    return PendingSnapshot(host, pending_views(runner))
 
 
 def _request_view(request: Request, block_ids: list[int]) -> RequestView:

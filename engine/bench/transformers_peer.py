@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from engine.device import run_on_compute_worker
+from engine.cpu_stream import run_on_compute_worker
 from engine.models import read_checkpoint
 
 from .measure import Result

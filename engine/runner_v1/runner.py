@@ -18,13 +18,15 @@ import torch
 
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..device import CudaStream, Device, Event
+from ..cuda_stream import CudaStream
+from ..device import Device
 from ..graphs import GraphPool
 from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..request import SamplingParams
 from ..sched_output import NewRequestData, SchedulerOutput
+from ..streams import Event
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
 from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host
 from .sampler import MinTokens, SamplerOutput, sample

@@ -18,7 +18,8 @@ import torch
 
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..device import CudaStream, Device
+from ..cuda_stream import CudaStream
+from ..device import Device
 from ..graphs import GraphPool
 from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten
 from ..models import CausalLM

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.device import CpuStream, Device
+from engine.cpu_stream import CpuStream
+from engine.device import Device
 from engine.hooks import Event, Hooks, HostWait, SpanBegun, SpanEnded
 from tests.engine.engine_helpers import greedy, ids, make_llm, prompt_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import engine.device
+import engine.cpu_stream
 from engine import LLM, SamplingParams
 from engine.hooks import Event, HostWait, SpanEnded
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, prompt_of, reference, run_trace, tiny_llm
@@ -26,7 +26,7 @@ READS = (
     "__len__", "__contains__", "__complex__", "__repr__", "masked_select", "unique", "storage", "equal", "allclose",
 )  # fmt: skip
 WAITS = (
-    (engine.device.CpuEvent, "synchronize"), (threading.Event, "wait"), (threading.Condition, "wait"),
+    (engine.cpu_stream.CpuEvent, "synchronize"), (threading.Event, "wait"), (threading.Condition, "wait"),
     (threading.Thread, "join"),
 )  # fmt: skip
 FUNCTIONS = ("nonzero", "where", "equal", "allclose", "unique", "masked_select", "is_nonzero", "argwhere")
@@ -189,7 +189,7 @@ def test_v1_makes_no_other_wait(loop: str) -> None:
     lambda x: x[0].item(), lambda x: x.tolist(), lambda x: bool(x[0]), lambda x: int(x[0]), lambda x: x.nonzero(),
     lambda x: float(x[0]), lambda x: x.numpy(), lambda x: x.cpu(), lambda x: list(range(5))[x[0]],
     lambda x: torch.nonzero(x),
-    lambda x: engine.device.CpuEvent.synchronize(_set_event()), lambda x: list(x),
+    lambda x: engine.cpu_stream.CpuEvent.synchronize(_set_event()), lambda x: list(x),
 ])  # fmt: skip
 def test_the_stub_sees_a_read(read: Callable[[torch.Tensor], object]) -> None:
     x = torch.tensor([1, 2])
@@ -198,8 +198,8 @@ def test_the_stub_sees_a_read(read: Callable[[torch.Tensor], object]) -> None:
     assert sum(counts.values()) > 0
 
 
-def _set_event() -> engine.device.CpuEvent:
-    event = engine.device.CpuEvent()
+def _set_event() -> engine.cpu_stream.CpuEvent:
+    event = engine.cpu_stream.CpuEvent()
     event.set()
     return event
 
