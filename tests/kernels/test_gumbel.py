@@ -103,6 +103,7 @@ def test_noise_is_finite_and_exact_at_every_uniform(form: str) -> None:
     torch.testing.assert_close(got, torch.log(-torch.log1p(-u)), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apply_temperature", [False, True])
 def test_frequencies_are_the_softmax(apply_temperature: bool) -> None:
     g = torch.Generator().manual_seed(11)
