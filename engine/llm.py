@@ -17,11 +17,10 @@ from .hooks import Hooks
 from .interrupts import deferred_interrupt
 from .models import LoadedModel, load_model, resolve_model
 from .output_processor import ParentRequest
-from .request import Request, RequestOutput, SamplingParams
+from .request import MAX_STOP_IDS, Request, RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, str]
-MAX_STOP_IDS = 128
 
 
 class LLM:

@@ -15,6 +15,10 @@ GREEDY_BELOW = 1e-5
 """A lower temperature than this is greedy, as in vLLM: dividing by it would overflow."""
 
 
+MAX_STOP_IDS = 128
+"""Stop token ids that min_tokens can hold back for one request: the width of V2's table of them (vLLM's too)."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens, under vLLM's names. A bad value, or a keyword that is none of these, raises ValueError.

@@ -33,8 +33,6 @@ class InputBatch:
     query_start_loc_np: np.ndarray
     # [r] i32: an upper bound of the device's seq_lens
     seq_lens_np: np.ndarray
-    # [r] bool: still inside the prefill after this step, so nothing is sampled
-    is_prefilling_np: np.ndarray
     num_tokens: int
     num_tokens_padded: int
     num_reqs_padded: int

@@ -235,7 +235,7 @@ class ModelRunnerV2:
             query_start_loc_np=batch.query_start_loc_np,
             seq_lens_np=batch.seq_lens_np,
             num_decodes=batch.num_decodes,
-            has_admitted=batch.has_prefill,
+            has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
         )
         idx_mapping = self.device.to_device(batch.idx_mapping_np)
         return StepWork(self, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
@@ -288,7 +288,6 @@ class ModelRunnerV2:
             num_scheduled_tokens=counts,
             query_start_loc_np=query_start_loc,
             seq_lens_np=seq_lens,
-            is_prefilling_np=seq_lens < prefill_len,
             num_tokens=num_tokens,
             num_tokens_padded=size.num_tokens,
             num_reqs_padded=size.num_reqs,

@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from ...device import Device
-from ...request import SamplingParams
+from ...request import MAX_STOP_IDS, SamplingParams
 from ..buffers import StagedWriteTensor, UvaBackedTensor, publish
 
-MAX_STOP_IDS = 128
 NO_LOGPROBS = -1
 
 
