@@ -2,7 +2,9 @@
 
 from .config import ConfigError, EngineConfig, SpeculativeConfig
 from .llm import LLM
-from .request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from .request import CompletionOutput, Logprob, RequestOutput
+from .sample.structured_outputs_params import StructuredOutputsParams
+from .sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -13,4 +15,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
 ]

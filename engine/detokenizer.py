@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers.decoders import DecodeStream
 
 from .models import Tokenizer
-from .request import SamplingParams
+from .sampling_params import SamplingParams
 
 
 class Detokenizer:

@@ -17,7 +17,9 @@ from .hooks import Hooks
 from .interrupts import deferred_interrupt
 from .models import LoadedModel, load_model, resolve_model
 from .output_processor import ParentRequest
-from .request import MAX_STOP_IDS, Request, RequestOutput, SamplingParams
+from .request import Request, RequestOutput
+from .sample.front_door import settle_params
+from .sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, str]
@@ -177,7 +179,7 @@ class LLM:
         if self.core.output_processor.has_parent(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         text, token_ids = self._tokenize(prompt)
-        stop_ids = self._stop_ids(params)
+        params, stop_ids = self._settle_params(params)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.core.scheduler.max_new_tokens(len(token_ids)))
@@ -250,21 +252,10 @@ class LLM:
                 raise ValueError(f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab - 1}")
         return text, token_ids
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        vocab = self.loaded.config.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocab:
-                raise ValueError(f"stop_token_ids has {token}: the model's ids go from 0 to {vocab - 1}")
-        if params.stop and self.loaded.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
-        if params.logprobs is not None and params.logprobs > vocab:
-            raise ValueError(f"logprobs={params.logprobs}: the vocabulary has {vocab} tokens")
+    def _settle_params(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
         tokenizer, config = self.loaded.tokenizer, self.loaded.config
-        eos = () if params.ignore_eos else (tokenizer.eos_token_ids if tokenizer else config.eos_token_ids)
-        stop_ids = frozenset(params.stop_token_ids) | frozenset(eos)
-        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"min_tokens with {len(stop_ids)} stop token ids: at most {MAX_STOP_IDS} can be held back")
-        return stop_ids
+        eos_token_ids = tokenizer.eos_token_ids if tokenizer else config.eos_token_ids
+        return settle_params(params, config.vocab_size, tokenizer, eos_token_ids)
 
 
 def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
@@ -304,11 +295,13 @@ def _load(config: EngineConfig) -> LoadedModel:
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Completion `index` of n has its own seed, or all would be the same."""
+    """Completion `index` of n has its own seed, or all would be the same; the first one sees to the prompt's
+    logprobs."""
     if params.n == 1:
         return params
     seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
-    return dataclasses.replace(params, n=1, seed=seed)
+    prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

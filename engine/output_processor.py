@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from .detokenizer import Detokenizer
 from .hooks import Hooks, OutputDelivered, Sampled
 from .models import Tokenizer
-from .request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
+from .request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
 from .sample.logprobs import RequestLogprobs
+from .sampling_params import SamplingParams
 
 
 @dataclass(eq=False)

@@ -2,115 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
-from .config import closest
-
-GREEDY_BELOW = 1e-5
-"""A lower temperature than this is greedy, as in vLLM: dividing by it would overflow."""
-
-
-MAX_STOP_IDS = 128
-"""Stop token ids that min_tokens can hold back for one request: the width of V2's table of them (vLLM's too)."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens, under vLLM's names. A bad value, or a keyword that is none of these, raises ValueError.
-
-    temperature 0 is greedy, and so is one below 1e-5; filters mean nothing then. top_k 0 or -1 and top_p 1 and min_p
-    0 switch the filter off. `stop` strings are cut from the text; `stop_token_ids` end it. `logprobs` k returns the k
-    best and the sampled token's. `n` completions share the prompt. `max_tokens` None means as many as fit.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        names = [f.name for f in dataclasses.fields(cls)]
-        for key in kwargs:
-            if key not in names:
-                raise ValueError(f"unknown sampling parameter {key!r}{closest(key, names)} Known: {', '.join(names)}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", "a string or a list of strings")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", "a list of token ids"))
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not _real(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r}: must be a finite number of at least 0 (0 is greedy)")
-        if not _real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: must be above 0 and at most 1 (1 is off)")
-        if not _whole(self.top_k) or self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k!r}: must be a whole number, at least 1, or 0 or -1 for off")
-        if not _real(self.min_p) or not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p!r}: must be between 0 (off) and 1")
-        if not _whole(self.n) or self.n < 1:
-            raise ValueError(f"n={self.n!r}: must be a whole number of at least 1")
-        if self.n > 1 and self.temperature < GREEDY_BELOW:
-            raise ValueError(
-                f"n={self.n} with temperature=0 would give the same text {self.n} times; "
-                "raise the temperature or use n=1"
-            )
-        if self.max_tokens is not None and (not _whole(self.max_tokens) or self.max_tokens < 1):
-            raise ValueError(
-                f"max_tokens={self.max_tokens!r}: must be a whole number of at least 1, or None for as many as fit"
-            )
-        if not _whole(self.min_tokens) or self.min_tokens < 0:
-            raise ValueError(f"min_tokens={self.min_tokens!r}: must be a whole number of at least 0")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        if self.seed is not None and (not _whole(self.seed) or not -(2**63) <= self.seed < 2**63):
-            raise ValueError(f"seed={self.seed!r}: must be a 64-bit whole number or None")
-        if self.logprobs is not None and (not _whole(self.logprobs) or self.logprobs < 0):
-            raise ValueError(f"logprobs={self.logprobs!r}: must be a whole number of at least 0, or None for none")
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"stop={self.stop!r}: must be non-empty strings")
-        if stop and not self.detokenize:
-            raise ValueError(
-                "stop strings are found in the text, which detokenize=False does not make; use stop_token_ids"
-            )
-        if any(not _whole(t) or t < 0 for t in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r}: must be token ids")
-        if self.temperature < GREEDY_BELOW:
-            for name, off in (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-                object.__setattr__(self, name, off)
-
-    def _tuple(self, name: str, what: str) -> tuple[Any, ...]:
-        value = getattr(self, name)
-        if value is None:
-            return ()
-        if not isinstance(value, list | tuple | set | frozenset):
-            raise ValueError(f"{name}={value!r}: must be {what}, or None for none")
-        return tuple(value)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+from .sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):

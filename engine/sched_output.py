@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .request import SamplingParams
+from .sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

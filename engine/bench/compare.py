@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.models import weight_bytes
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 
 from .machine import commit, device_name, versions
 from .measure import Result, Side, Timing, agreement, interleave

@@ -10,7 +10,7 @@ import typing
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 
 from .terminal import UserError
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..device import Device
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 
 
 @dataclass(eq=False)

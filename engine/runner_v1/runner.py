@@ -24,7 +24,7 @@ from ..graphs import GraphPool
 from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 from ..sched_output import NewRequestData, SchedulerOutput
 from ..streams import Event
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch

@@ -11,7 +11,8 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.hooks import Hooks
 from engine.kv_cache import KVCacheManager
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.sched_output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler import Scheduler
 

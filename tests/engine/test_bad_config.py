@@ -34,7 +34,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     *[({"min_tokens": value}, "min_tokens=") for value in (-1, 1.5, True, None)],
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is more than max_tokens=8"),
     *[({"seed": value}, "seed=") for value in (2**63, -(2**63) - 1, 1.5, "x", True)],
-    *[({"logprobs": value}, "logprobs=") for value in (-1, 1.5, True)],
+    *[({"logprobs": value}, "logprobs=") for value in (-2, 1.5, True)],
     *[({"stop": value}, "stop=") for value in ("", ["a", ""], [1], 5, 0)],
     *[({"stop_token_ids": value}, "stop_token_ids=") for value in ([-1], [1.5], [True], 5, 0, "12", ["x"])],
     ({"stop": "x", "detokenize": False}, "use stop_token_ids"),

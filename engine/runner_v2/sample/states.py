@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ...device import Device
-from ...request import MAX_STOP_IDS, SamplingParams
+from ...sampling_params import MAX_STOP_IDS, SamplingParams
 from ..buffers import StagedWriteTensor, UvaBackedTensor, publish
 
 NO_LOGPROBS = -1
