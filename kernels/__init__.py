@@ -14,31 +14,48 @@ Symbols of the shape comments:
 | B | max blocks of a request | G | KV-cache groups |
 """
 
+from kernels.bad_words import BadWordsTables, apply_bad_words
+from kernels.bincount import bincount
 from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_mapping
 from kernels.dispatch import FORMS, resolve_form
 from kernels.gather_block_tables import gather_block_tables
+from kernels.grammar_bitmask import apply_grammar_bitmask
 from kernels.gumbel import Purpose, gumbel_sample
 from kernels.head_rotation import HeadRotation
 from kernels.linear import max_rows, small_linear
+from kernels.logit_bias import LogitBiasTables, apply_logit_bias
 from kernels.paged_attention import MAX_COUNTERS, decode_attention
+from kernels.penalties import PenaltyTables, apply_penalties
 from kernels.post_update import get_num_sampled_and_rejected, post_update
 from kernels.prefill_attention import prefill_attention
 from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
+from kernels.prompt_logprobs import prompt_logprobs_token_ids
 from kernels.rms_norm import add_rms_norm
 from kernels.silu_mul import silu_mul
 from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
 from kernels.staged_write import apply_write
 from kernels.store_kv import store_kv
+from kernels.temperature import apply_temperature
 from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
+from kernels.topk_logprobs import topk_logprobs
 
 __all__ = [
     "FORMS",
     "MAX_COUNTERS",
     "PAD_SLOT_ID",
+    "BadWordsTables",
     "HeadRotation",
+    "LogitBiasTables",
+    "PenaltyTables",
     "Purpose",
     "add_rms_norm",
+    "apply_bad_words",
+    "apply_grammar_bitmask",
+    "apply_logit_bias",
+    "apply_penalties",
+    "apply_temperature",
     "apply_write",
+    "bincount",
     "combine_sampled_and_draft_tokens",
     "compute_slot_mappings",
     "decode_attention",
@@ -52,9 +69,11 @@ __all__ = [
     "prefill_attention",
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
+    "prompt_logprobs_token_ids",
     "resolve_form",
     "sample_top_k_top_p",
     "silu_mul",
     "small_linear",
     "store_kv",
+    "topk_logprobs",
 ]

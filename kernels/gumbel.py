@@ -35,7 +35,7 @@ class Purpose(IntEnum):
 def gumbel_sample(
     # [l, V] f32
     logits: torch.Tensor,
-    # [l] i32
+    # [l] i32, -1 for padding
     expanded_idx_mapping: torch.Tensor,
     # [R] f32
     temperature: torch.Tensor,
@@ -52,7 +52,7 @@ def gumbel_sample(
     """Draw one token id for each row of logits, with probability softmax(logits / temperature).
 
     Temperature 0 is greedy: the largest logit, the lowest id on ties. A logit of -inf is never chosen while the row has
-    another; a row of nothing but -inf gives id 0. A row with NaN gives some id below V.
+    another; a row of nothing but -inf gives id 0. A row with NaN, and padding, gives some id below V.
 
     Args:
         purpose: a `Purpose`: the stream to draw from.
@@ -80,7 +80,7 @@ def gumbel_sample(
     sampled = torch.empty(num_logits, dtype=torch.int64, device=logits.device)
     if form == "loop":
         for i in range(num_logits):
-            row = int(expanded_idx_mapping[i])
+            row = max(int(expanded_idx_mapping[i]), 0)
             t = 0.0 if all_greedy else float(temperature[row])
             sampled[i] = _choose(
                 logits[i].tolist(), t, int(seeds[row]), int(positions[i]), purpose, t if apply_temperature else 1.0
@@ -159,7 +159,7 @@ def _torch(
 ) -> torch.Tensor:
     num_logits, vocab_size = logits.shape
     num_tiles = -(-vocab_size // (4 * LANES))
-    rows = expanded_idx_mapping.long()
+    rows = expanded_idx_mapping[:num_logits].clamp(min=0).long()
     counter = torch.arange(num_tiles * LANES, device=logits.device)
     position = positions[:num_logits].unsqueeze(1)
     stream = torch.full_like(position, purpose)
@@ -215,7 +215,7 @@ def _gumbel_tile_kernel(
     w0, w1, w2, w3 = zero, zero, zero, zero
     scale = 0.0
     if not ALL_GREEDY:
-        state = tl.load(expanded_idx_mapping_ptr + row)
+        state = tl.maximum(tl.load(expanded_idx_mapping_ptr + row), 0)
         temperature = tl.load(temperature_ptr + state)
         scale = temperature if APPLY_TEMPERATURE else (temperature != 0.0).to(tl.float32)
         position = tl.load(positions_ptr + row)
