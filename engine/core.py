@@ -125,7 +125,7 @@ class EngineCore:
         A Ctrl-C is raised when the step has ended, and the next step returns its outputs. If the step fails,
         `recover` has run when the error is raised.
         """
-        with deferred_interrupt():
+        with deferred_interrupt(), self.device.scope():
             for _ in self.phases():
                 pass
         return self.take_outputs()
@@ -142,7 +142,7 @@ class EngineCore:
         while True:
             try:
                 # No StopIteration, or a Ctrl-C during the last phase would be lost behind it.
-                with deferred_interrupt():
+                with deferred_interrupt(), self.device.scope():
                     phase = next(self._current, None)
             except Exception:
                 self.recover()
@@ -199,7 +199,8 @@ class EngineCore:
         with self.hooks.span("output"):
             step = self.in_flight.popleft()
             output = step.output.get_output()
-            updates = self.scheduler.update_from_output(step.scheduler_output, output)
+            every_token = self.output_processor.observed
+            updates = self.scheduler.update_from_output(step.scheduler_output, output, every_token)
             self._outputs += self.output_processor.process(
                 updates, output.logprobs, step.scheduler_output.step, self._stop_at_string
             )

@@ -155,7 +155,7 @@ class CpuStream:
         self._close = weakref.finalize(self, _release, worker)
 
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
-        self._put("run", self._hooks.step, name, self._hooks.active, fn, args)
+        self._put("run", self._hooks.step, name, self._hooks.spans, fn, args)
 
     def record_event(self) -> CpuEvent:
         event = CpuEvent()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,21 +28,49 @@ class CudaEvent:
         return self.event.query()
 
 
+class _Scope(AbstractContextManager[None]):
+    """Inference mode, with `stream` the current one; entered again inside itself it costs an addition."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._depth = 0
+        self._thread = 0
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode())
+                stack.enter_context(torch.cuda.stream(self._stream))
+                self._open = stack.pop_all()
+            self._thread = threading.get_ident()
+        assert self._thread == threading.get_ident(), "a stream serves one thread at a time"
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._open is not None:
+            self._open.__exit__(kind, error, at)
+
+
 class CudaStream:
     def __init__(self, lane: Lane, hooks: Hooks, device: torch.device) -> None:
         self.lane = lane
         self._hooks = hooks
         self.stream = torch.cuda.Stream(device)
+        self._scope = _Scope(self.stream)
         self._timed: list[tuple[int, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._origin: tuple[int, torch.cuda.Event] | None = None
+        self._origin = self._clock_origin()
+
+    def scope(self) -> AbstractContextManager[None]:
+        """While it is open this is the thread's current stream, and `submit` need not make it so. May be nested."""
+        return self._scope
 
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            if not self._hooks.active:
+        with self._scope:
+            if not self._hooks.spans:
                 fn(*args)
                 return
-            if self._origin is None:
-                self._origin = self._clock_origin()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record(self.stream)
             fn(*args)
@@ -47,7 +78,7 @@ class CudaStream:
             self._timed.append((self._hooks.step, name, begin, end))
 
     def _clock_origin(self) -> tuple[int, torch.cuda.Event]:
-        """Ties the device's clock to the host's, once, before the first observed work (so it is outside every span)."""
+        """Ties the device's clock to the host's. Waits for the device: once, when the stream is made."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         event.synchronize()
@@ -62,7 +93,7 @@ class CudaStream:
 
     def take_spans(self) -> list[Span]:
         spans = []
-        while self._timed and self._timed[0][3].query() and self._origin is not None:
+        while self._timed and self._timed[0][3].query():
             step, name, begin, end = self._timed.pop(0)
             origin_ns, origin = self._origin
             begin_ns = origin_ns + int(origin.elapsed_time(begin) * 1e6)

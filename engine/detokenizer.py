@@ -22,7 +22,7 @@ class Detokenizer:
         self._held_back = max((len(s) for s in params.stop), default=1) - 1
         self._pending: list[int] = []
         self._num_tokens = 0
-        self._finished = False
+        self.finished = False
         self.text = ""
 
     def add(self, token_id: int) -> str | None:
@@ -61,10 +61,10 @@ class Detokenizer:
         if self._pending:
             self.text += self._tokenizer.decode(self._pending, skip_special_tokens=self._params.skip_special_tokens)
             self._pending.clear()
-        self._finished = True
+        self.finished = True
 
     @property
     def visible_text(self) -> str:
-        if self._finished or not self._held_back:
+        if self.finished or not self._held_back:
             return self.text
         return self.text[: max(0, len(self.text) - self._held_back)]

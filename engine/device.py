@@ -31,6 +31,10 @@ class Fetch:
         return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
 class Device:
     """The streams of one engine, and the only ways in which its host moves data to them or waits for them."""
 
@@ -42,6 +46,17 @@ class Device:
         lanes: tuple[Lane, Lane] = ("compute", "copy")
         make = (lambda lane: CudaStream(lane, hooks, device)) if self.is_cuda else (lambda lane: CpuStream(lane, hooks))
         self.compute, self.copy = (make(lane) for lane in lanes)
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """What makes `submit` to the compute stream cheap: open it around a phase or a step of this engine's host."""
+        return self.compute.scope() if isinstance(self.compute, CudaStream) else contextlib.nullcontext()
+
+    def write(self, name: str, target: torch.Tensor, array: np.ndarray) -> None:
+        """Queues `target.copy_(array)`, of a fresh copy of `array`, as the work called `name`."""
+        fresh = torch.from_numpy(array.copy())
+        if self.is_cuda:
+            fresh = fresh.pin_memory()
+        self.compute.submit(name, _copy, target, fresh)
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """A fresh copy of `array` on the device, shared with nobody: no step needs a barrier before `array` changes."""
@@ -69,7 +84,7 @@ class Device:
             event.synchronize()
         finally:
             self.waits.add(reason, inside_step)
-            if self.hooks.active:
+            if HostWait in self.hooks.wanted:
                 end = time.perf_counter_ns()
                 self.hooks.emit(HostWait(self.hooks.step, self.hooks.runner, end, reason, begin, end, inside_step))
 
@@ -90,7 +105,7 @@ class Device:
 
     def emit_spans(self) -> None:
         """Emits the device spans that have ended since the last call; called between steps."""
-        if not self.hooks.active:
+        if not self.hooks.spans:
             return
         spans = sorted(self.compute.take_spans() + self.copy.take_spans(), key=lambda span: span.begin_ns)
         for s in spans:

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 
-@contextmanager
-def deferred_interrupt() -> Iterator[None]:
+class deferred_interrupt:
     """Holds a Ctrl-C back until the block has ended, so that no state is left between two changes that belong together.
 
-    Signals reach Python's main thread only; elsewhere this does nothing.
+    Signals reach Python's main thread only; elsewhere this does nothing. Nor does it inside another such block, so
+    that a phase costs nothing within a step.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    previous = signal.signal(signal.SIGINT, lambda signum, frame: received.append((signum, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if received and callable(previous):
-        previous(*received[0])
+
+    _active = False
+
+    def __init__(self) -> None:
+        self._mine = False
+        self._received: list[tuple[int, FrameType | None]] = []
+        self._previous: Any = None
+
+    def __enter__(self) -> None:
+        if deferred_interrupt._active or threading.current_thread() is not threading.main_thread():
+            return
+        self._previous = signal.signal(signal.SIGINT, lambda signum, frame: self._received.append((signum, frame)))
+        self._mine = deferred_interrupt._active = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._mine:
+            return
+        deferred_interrupt._active = False
+        signal.signal(signal.SIGINT, self._previous)
+        if kind is None and self._received and callable(self._previous):
+            self._previous(*self._received[0])

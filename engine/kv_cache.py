@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from .block_pool import ROOT_PREFIX_ID, BlockPool
 from .request import Request
+from .running_table import NEVER
 from .snapshot import BlockView, PoolView
 
 HashFunction = Callable[[bytes, tuple[int, ...]], bytes]
@@ -63,6 +64,13 @@ class KVCacheManager:
         """A copy of the request's blocks in token order; empty if it has none."""
         blocks = self._requests.get(request_id)
         return list(blocks.block_ids) if blocks else []
+
+    def bounds(self, request_id: str) -> tuple[int, int]:
+        """Token slots of the request's blocks, and the number of computed and known tokens from which `cache_blocks`
+        has something to do."""
+        blocks = self._requests[request_id]
+        publish_at = (blocks.num_published + 1) * self.block_size if self.enable_caching else NEVER
+        return len(blocks.block_ids) * self.block_size, publish_at
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
         """The longest cached prefix of the request's known tokens: (block ids, number of tokens).

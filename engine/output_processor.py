@@ -27,8 +27,6 @@ class ParentRequest:
     """The caller wants the output when it is finished, not after each token."""
     children: list[_Child] = field(default_factory=list)
     first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -42,11 +40,12 @@ class _Child:
     request: Request
     detokenizer: Detokenizer | None
     logprobs: list[dict[int, Logprob]] | None
+    num_detokenized: int = 0
 
     @property
     def is_quiet(self) -> bool:
-        """Its tokens need no work until it is finished."""
-        return self.parent.final_only and self.detokenizer is None and self.logprobs is None
+        """Its tokens need no work until it is finished: then its text is made of all of them."""
+        return self.parent.final_only and not self.request.sampling_params.stop and self.logprobs is None
 
 
 class OutputProcessor:
@@ -71,7 +70,13 @@ class OutputProcessor:
             detokenizer = Detokenizer(self._tokenizer, params) if detokenize else None  # type: ignore[arg-type]
             child = _Child(parent, index, request, detokenizer, None if params.logprobs is None else [])
             parent.children.append(child)
+            request.quiet = child.is_quiet
             self._children[request.request_id] = child
+
+    @property
+    def observed(self) -> bool:
+        """Somebody wants every token of every request at once."""
+        return Sampled in self._hooks.wanted or OutputDelivered in self._hooks.wanted
 
     def child_ids(self, request_id: str) -> list[str]:
         """The scheduler's ids behind the caller's `request_id`; none if it is unknown or finished."""
@@ -92,22 +97,17 @@ class OutputProcessor:
         step: int,
         stop: Callable[[Request, str], None],
     ) -> list[RequestOutput]:
-        """The outputs of the requests that got tokens in `step`; `stop(request, string)` ends one that met a stop
-        string."""
+        """The outputs of `updates`, requests that got tokens in `step`; `stop(request, string)` ends one that met a
+        stop string. A quiet request may come only when it is finished."""
         touched: dict[str, ParentRequest] = {}
-        now = time.monotonic()
-        observed = self._hooks.active
+        observed = self.observed
         for request, token_ids in updates:
             child = self._children[request.request_id]
             parent = child.parent
-            if parent.first_token_time is None:
-                parent.first_token_time = now
-            parent.last_token_time = now
-            if child.is_quiet and not observed and not request.is_finished:
-                continue
             touched[parent.request_id] = parent
             before = len(child.detokenizer.text) if child.detokenizer else 0
-            self._detokenize(child, token_ids, stop)
+            if (found := self._detokenize(child)) is not None:
+                stop(request, found)
             if child.logprobs is not None and logprobs:
                 child.logprobs.extend(self._with_text(entry) for entry in logprobs.get(request.request_id, []))
             if request.is_finished and child.detokenizer:
@@ -123,16 +123,18 @@ class OutputProcessor:
                 self.forget(parent.request_id)
         return outputs
 
-    def _detokenize(self, child: _Child, token_ids: list[int], stop: Callable[[Request, str], None]) -> None:
+    def _detokenize(self, child: _Child) -> str | None:
+        """Makes text of the tokens that have come since the last time; returns the stop string that ends it."""
         if child.detokenizer is None:
-            return
+            return None
+        request, begin = child.request, child.num_detokenized
+        child.num_detokenized = request.num_output_tokens
         # A stop token ends the text and is no part of it.
-        ended = child.request.finish_reason == "stop"
-        for token_id in token_ids[:-1] if ended else token_ids:
-            found = child.detokenizer.add(token_id)
-            if found is not None:
-                stop(child.request, found)
-                return
+        end = request.num_output_tokens - (request.finish_reason == "stop")
+        for token_id in request.output_token_ids[begin:end]:
+            if (found := child.detokenizer.add(token_id)) is not None:
+                return found
+        return None
 
     def _with_text(self, entry: RequestLogprobs) -> dict[int, Logprob]:
         text = self._tokenizer.token_text if self._tokenizer else None
@@ -153,7 +155,8 @@ class OutputProcessor:
         if parent is None:
             return None
         for child in parent.children:
-            if child.detokenizer:
+            if child.detokenizer and not child.detokenizer.finished:
+                self._detokenize(child)
                 child.detokenizer.finish()
         self.forget(request_id)
         return self.build(parent)
@@ -166,16 +169,19 @@ class OutputProcessor:
 
     def build(self, parent: ParentRequest) -> RequestOutput:
         outputs = tuple(self._completion(child) for child in parent.children)
+        requests = [child.request for child in parent.children]
+        first = [request.first_token_time for request in requests if request.first_token_time is not None]
+        last = [request.last_token_time for request in requests if request.last_token_time is not None]
         return RequestOutput(
             request_id=parent.request_id,
             prompt=parent.prompt,
             prompt_token_ids=tuple(parent.prompt_token_ids),
             outputs=outputs,
             finished=parent.finished,
-            num_cached_tokens=max(0, parent.children[0].request.num_cached_tokens),
+            num_cached_tokens=max(0, requests[0].num_cached_tokens),
             metrics=RequestMetrics(
-                parent.arrival_time, parent.first_scheduled_time, parent.first_token_time, parent.last_token_time,
-                sum(child.request.num_preemptions for child in parent.children),
+                parent.arrival_time, parent.first_scheduled_time, min(first, default=None), max(last, default=None),
+                sum(request.num_preemptions for request in requests),
             ),
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from .running_table import RunningTable
 from .sampling_params import SamplingParams
 
 
@@ -18,11 +19,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One request as the scheduler sees it (a prompt with n > 1 is n of these).
-
-    `num_computed_tokens` counts tokens whose KV is computed or being computed by a step in flight.
-    `num_output_placeholders` counts sampled tokens that are still on the device; they follow `output_token_ids`.
-    """
+    """One request as the scheduler sees it (a prompt with n > 1 is n of these)."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -33,15 +30,83 @@ class Request:
     """Every id that ends it: the caller's, and the model's end-of-sequence ids unless ignore_eos."""
     priority: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
+    quiet: bool = False
+    """Nobody wants its tokens before it is finished; settled before it is admitted."""
     output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
-    num_computed_tokens: int = 0
-    num_output_placeholders: int = 0
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache when first scheduled; -1 before that."""
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    first_token_time: float | None = None
+    """Like the last token's, when it reached the host, in seconds on `time.monotonic`'s clock."""
+    row: int = field(default=-1, init=False)
+    """Its row of the scheduler's table while it runs, else -1."""
+    _table: RunningTable | None = field(default=None, init=False, repr=False)
+    _num_computed_tokens: int = field(default=0, init=False)
+    _num_output_placeholders: int = field(default=0, init=False)
+    _last_token_time: float | None = field(default=None, init=False)
+
+    # While it runs its counts live in the scheduler's table, which moves all of them at once.
+
+    def enter(self, table: RunningTable, row: int) -> None:
+        """From now on the counts live in `row` of `table`."""
+        table.num_computed_tokens[row] = self._num_computed_tokens
+        table.num_output_placeholders[row] = self._num_output_placeholders
+        table.last_token_time[row] = self._last_token_time or 0.0
+        self._table, self.row = table, row
+
+    def leave(self) -> int:
+        """Takes the counts back; returns the row."""
+        self._num_computed_tokens = self.num_computed_tokens
+        self._num_output_placeholders = self.num_output_placeholders
+        self._last_token_time = self.last_token_time
+        row, self._table, self.row = self.row, None, -1
+        return row
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is computed or being computed by a step in flight."""
+        return self._num_computed_tokens if self._table is None else int(self._table.num_computed_tokens[self.row])
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        if self._table is None:
+            self._num_computed_tokens = value
+        else:
+            self._table.num_computed_tokens[self.row] = value
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Sampled tokens that are still on the device; they follow `output_token_ids`."""
+        if self._table is None:
+            return self._num_output_placeholders
+        return int(self._table.num_output_placeholders[self.row])
+
+    @num_output_placeholders.setter
+    def num_output_placeholders(self, value: int) -> None:
+        if self._table is None:
+            self._num_output_placeholders = value
+        else:
+            self._table.num_output_placeholders[self.row] = value
+
+    @property
+    def last_token_time(self) -> float | None:
+        if self._table is None:
+            return self._last_token_time
+        return float(self._table.last_token_time[self.row]) or None
+
+    def append_output(self, token_id: int, now: float) -> None:
+        """A token has reached the host."""
+        self.output_token_ids.append(token_id)
+        if self.first_token_time is None:
+            self.first_token_time = now
+        if self._table is None:
+            self._last_token_time = now
+        else:
+            self._table.num_tokens[self.row] += 1
+            self._table.last_token_time[self.row] = now
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .sampling_params import SamplingParams
 
 
@@ -30,25 +32,27 @@ class NewRequestData:
 
 @dataclass(frozen=True)
 class CachedRequestData:
-    """The requests of this step that the runner holds already; the lists are parallel to `req_ids`.
+    """The requests of this step that the runner holds already.
 
-    `new_block_ids[i]` is appended to the blocks of `req_ids[i]`, unless it is in `resumed_req_ids` (V1 only): then
-    the list holds all its blocks and replaces the old ones. `num_computed_tokens` is before this step.
+    `num_computed_tokens` i64 [len(req_ids)] is before this step. `new_block_ids` has those that got blocks: the list is
+    appended to the request's, unless it is in `resumed_req_ids` (V1 only): then it holds all its blocks and replaces
+    the old ones.
     `all_token_ids` has the prompt and the output tokens of each request that the runner did not run in the step before
     (resumed, or left out for want of blocks): of these alone it may not know the last tokens (V1 keeps placeholders in
     the overlapped loop).
     """
 
-    req_ids: list[str]
+    req_ids: tuple[str, ...]
     resumed_req_ids: frozenset[str]
-    new_block_ids: list[list[int]]
-    num_computed_tokens: list[int]
+    new_block_ids: dict[str, list[int]]
+    num_computed_tokens: np.ndarray
     all_token_ids: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step. `num_scheduled_tokens` is in schedule order: running requests, then admitted ones.
+    """One step. `num_scheduled_tokens` is in schedule order: running requests, then admitted ones; it is the very dict
+    of the step before if the requests and their counts are the same, so read it only.
 
     `finished_req_ids` ended since the last schedule and are still held by the runner, which must drop them before it
     adds any request of this step (an id may be used again at once). `preempted_req_ids` lost their blocks in this
@@ -64,14 +68,16 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelRunnerOutput:
-    """The tokens of one step. `sampled_token_ids[i]` belongs to `req_ids[i]` and is empty after a partial prefill.
+    """The tokens of one step, r requests in the runner's order.
 
-    `logprobs` maps a request to a list parallel to its sampled tokens; an entry maps token id -> (logprob, rank or
-    None).
+    Of row i of `sampled_token_ids` i64 [r, N + 1] the first `num_sampled[i]` (i32 [r]) belong to `req_ids[i]`, none
+    after a partial prefill. `logprobs` maps a request to a list parallel to its sampled tokens; an entry maps token
+    id -> (logprob, rank or None).
     """
 
-    req_ids: list[str]
-    sampled_token_ids: list[list[int]]
+    req_ids: tuple[str, ...]
+    sampled_token_ids: np.ndarray
+    num_sampled: np.ndarray
     logprobs: dict[str, list[dict[int, tuple[float, int | None]]]] | None = None

@@ -8,17 +8,21 @@ even one of higher priority.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterable, Set
 from typing import Literal
+
+import numpy as np
 
 from .admission import AdmissionLimits
 from .config import EngineConfig
 from .hooks import Hooks, RequestAdded, RequestFinished, RequestPreempted, RequestResumed, RequestScheduled
 from .kv_cache import KVCacheManager
 from .request import Request, RequestStatus
+from .running_table import RunningTable
 from .sched_output import ModelRunnerOutput, SchedulerOutput
-from .step_plan import StepPlan
+from .step_plan import ScheduledBatch, StepPlan
 
 
 class Scheduler:
@@ -26,6 +30,7 @@ class Scheduler:
 
     With `async_scheduling` a step is scheduled before the tokens of the last one have arrived: each of those is
     counted by `Request.num_output_placeholders`, reserved by the step that computes a request's last known token.
+    What a step does to all running requests alike is done to the columns of `table` at once.
     """
 
     def __init__(self, config: EngineConfig, hooks: Hooks, use_v2_model_runner: bool) -> None:
@@ -40,24 +45,27 @@ class Scheduler:
         """Every unfinished request."""
         self.waiting: list[Request] = []
         """In the order of admission; preempted requests too."""
-        self.running: list[Request] = []
-        """In the order in which they were admitted."""
+        self.table = RunningTable(config.max_num_seqs)
         self._hooks = hooks
         self._v2 = use_v2_model_runner
         self._by_priority = config.scheduling_policy == "priority"
         self._num_added = 0
         self._seed_index: dict[str, int] = {}
-        self._prefill_len: dict[str, int] = {}
-        """Per running request, the tokens it had to compute when it was admitted."""
-        self._in_flight: dict[int, dict[str, Request]] = {}
-        """By step. Holds the requests themselves: an id may belong to another request when the tokens arrive."""
-        self._last_scheduled: Set[str] = frozenset()
-        """Ids of the last step that was not empty."""
+        self._in_flight: dict[int, ScheduledBatch] = {}
+        """By step."""
+        self._last_batch: ScheduledBatch | None = None
+        self._last_step = 0
+        """The last step that was not empty."""
         self._runner_ids: set[str] = set()
         """Ids of which the runner keeps state."""
         self._finished_req_ids: set[str] = set()
 
     # -- requests come and go
+
+    @property
+    def running(self) -> list[Request]:
+        """In the order in which they were admitted."""
+        return self.table.running()
 
     def add_request(self, request: Request) -> None:
         """Queues `request`. Raises ValueError if its id is taken or it can never run, saying why."""
@@ -69,7 +77,7 @@ class Scheduler:
         self._num_added += 1
         self.requests[rid] = request
         self._enqueue(request)
-        if self._hooks.active:
+        if RequestAdded in self._hooks.wanted:
             self._hooks.emit(RequestAdded(*self._hooks.stamp(), rid, tuple(request.prompt_token_ids)))
 
     def finish_requests(self, request_ids: Iterable[str], reason: str = "abort") -> None:
@@ -108,7 +116,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: str) -> None:
         rid = request.request_id
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self.table.remove(request)
             self.kv_cache.cache_blocks(request)
         else:
             self.waiting.remove(request)
@@ -117,11 +125,10 @@ class Scheduler:
         # NOTE: a step in flight may still write into these blocks; whoever gets them next writes later in stream order.
         self.kv_cache.free(rid)
         del self.requests[rid], self._seed_index[rid]
-        self._prefill_len.pop(rid, None)
         if rid in self._runner_ids:
             self._runner_ids.remove(rid)
             self._finished_req_ids.add(rid)
-        if self._hooks.active:
+        if RequestFinished in self._hooks.wanted:
             self._hooks.emit(RequestFinished(*self._hooks.stamp(), rid, reason))
 
     # -- one step
@@ -130,66 +137,77 @@ class Scheduler:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._schedule_running(plan)
-        if plan.can_admit:
+        if plan.can_admit and self.waiting:
             self._schedule_waiting(plan)
-        if plan.scheduled:
-            self._in_flight[step] = plan.scheduled
-            self._last_scheduled = plan.scheduled.keys()
+        batch = plan.batch(self.table, self._last_batch)
+        if batch.requests:
+            self.table.advance(batch.rows, batch.num_tokens, step)
+            self._in_flight[step] = self._last_batch = batch
+            self._last_step = step
         finished = frozenset(self._finished_req_ids)
         self._finished_req_ids.clear()
-        return plan.output(step, finished)
-
-    def _running_order(self) -> list[Request]:
-        """Decodes, then partial prefills, in the order of admission; under "priority", each priority so, by arrival."""
-
-        def is_prefill(request: Request) -> bool:
-            return request.num_computed_tokens < self._prefill_len[request.request_id]
-
-        if self._by_priority:
-            return sorted(self.running, key=lambda r: (r.priority, is_prefill(r), self._priority_key(r)))
-        return sorted(self.running, key=is_prefill)
+        return plan.output(step, batch, finished)
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        order = self._running_order()
-        index = 0
-        while index < len(order) and plan.budget > 0:
-            request = order[index]
-            index += 1
-            num_new_tokens = min(self._num_tokens_to_compute(request), plan.budget)
-            if num_new_tokens == 0:
-                continue
-            block_ids = self._allocate_or_preempt(request, num_new_tokens, order, index, plan)
-            if block_ids is None:
-                plan.short_of_blocks = True
+        table = self.table
+        rows = table.schedule_order(self._by_priority)
+        num_tokens = table.num_tokens_to_compute(rows)
+        if num_tokens.sum() > plan.budget:
+            ends = np.minimum(np.cumsum(num_tokens), plan.budget)
+            num_tokens = np.diff(ends, prepend=0)
+        rows, num_tokens = self._give_blocks(plan, rows, num_tokens)
+        if not num_tokens.all():
+            rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
+        plan.take_running(rows, num_tokens, table.num_computed_tokens[rows])
+        for row in rows[table.last_step[rows] != self._last_step].tolist():
+            request = self._request(row)
+            plan.all_token_ids[request.request_id] = request.all_token_ids
+        if RequestScheduled in self._hooks.wanted:
+            for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+                self._emit_scheduled(self._request(row), count, "running", 0)
+
+    def _give_blocks(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Makes room for `num_tokens` of each of `rows`; returns the rows that have it, and their tokens.
+
+        If blocks run out the last of `rows` is preempted, down to the one in need, which then sits the step out with
+        all behind it.
+        """
+        table, end = self.table, len(rows)
+        ends = table.num_computed_tokens[rows] + num_tokens
+        # A block is full, and all its tokens are known: the request publishes it.
+        publishes = (ends >= table.publish_at[rows]) & (ends <= table.num_tokens[rows])
+        in_need = np.flatnonzero(((ends > table.num_slots[rows]) | publishes) & (num_tokens > 0))
+        for i in in_need.tolist():
+            if i >= end:
                 break
-            plan.add_cached(request, block_ids, resumed=False, in_last_step=request.request_id in self._last_scheduled)
-            self._advance(plan, request, num_new_tokens, "running", 0)
+            request = self._request(rows[i])
+            while (block_ids := self.kv_cache.allocate_slots(request, int(num_tokens[i]))) is None and i + 1 < end:
+                end -= 1
+                self._preempt(self._request(rows[end]), request, plan)
+            if block_ids is None:
+                others_run = bool(num_tokens[:i].any()) or bool(self._in_flight)
+                assert others_run, f"request {request.request_id!r} alone doesn't fit the pool"
+                plan.short_of_blocks = True
+                end = i
+                break
+            if block_ids:
+                plan.new_block_ids[request.request_id] = block_ids
+            self._note_blocks(request)
+        return rows[:end], num_tokens[:end]
 
-    def _num_tokens_to_compute(self, request: Request) -> int:
-        """Tokens of `request` that no step computes yet; 0 also when those in flight complete it."""
-        num_in_flight = request.num_output_placeholders
-        complete = (
-            request.num_output_tokens + num_in_flight >= request.max_tokens
-            or request.num_tokens + num_in_flight >= self.max_model_len
-        )
-        return 0 if complete else request.num_tokens + num_in_flight - request.num_computed_tokens
+    def _request(self, row: int) -> Request:
+        request = self.table.requests[row]
+        assert request is not None, f"row {row} is nobody's"
+        return request
 
-    def _allocate_or_preempt(
-        self, request: Request, num_new_tokens: int, order: list[Request], index: int, plan: StepPlan
-    ) -> list[int] | None:
-        """Blocks for `request`, preempting from the end of `order` down to `index`; None: it sits this step out."""
-        while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
-            if len(order) == index:
-                assert plan.scheduled or self._in_flight, f"request {request.request_id!r} alone doesn't fit the pool"
-                return None
-            self._preempt(order.pop(), request, plan)
-        return block_ids
+    def _note_blocks(self, request: Request) -> None:
+        self.table.num_slots[request.row], self.table.publish_at[request.row] = self.kv_cache.bounds(request.request_id)
 
     def _preempt(self, victim: Request, by: Request, plan: StepPlan) -> None:
         rid = victim.request_id
-        if self._hooks.active:
+        if RequestPreempted in self._hooks.wanted:
             self._hooks.emit(RequestPreempted(*self._hooks.stamp(), rid, victim.num_computed_tokens, by.request_id))
-        self.running.remove(victim)
+        self.table.remove(victim)
         self.kv_cache.free(rid)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -201,7 +219,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         index = 0
-        while index < len(self.waiting) and len(self.running) < self.max_num_seqs and plan.budget > 0:
+        while index < len(self.waiting) and len(self.table) < self.max_num_seqs and plan.budget > 0:
             request = self.waiting[index]
             if request.num_output_placeholders > 0:
                 # NOTE: preempted with a token in flight: what to compute is known once that token has arrived.
@@ -217,7 +235,6 @@ class Scheduler:
             if block_ids is None:
                 break
             self.waiting.pop(index)
-            self.running.append(request)
             self._admit(plan, request, num_new_tokens, block_ids, num_hit_tokens)
 
     def _admit(
@@ -228,61 +245,97 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_hit_tokens
-        self._prefill_len[rid] = request.num_tokens
+        limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        self.table.add(request, limit, self._seed_index[rid])
+        self._note_blocks(request)
         if rid in self._runner_ids:
-            plan.add_cached(request, block_ids, resumed=True, in_last_step=False)
+            plan.take_resumed(request, num_new_tokens, block_ids)
         else:
             self._runner_ids.add(rid)
-            plan.add_new(request, block_ids, self._seed_index[rid])
-        if resumed and self._hooks.active:
+            plan.take_new(request, num_new_tokens, block_ids, self._seed_index[rid])
+        if resumed and RequestResumed in self._hooks.wanted:
             self._hooks.emit(RequestResumed(*self._hooks.stamp(), rid))
-        self._advance(plan, request, num_new_tokens, "resumed" if resumed else "new", num_hit_tokens)
+        if RequestScheduled in self._hooks.wanted:
+            self._emit_scheduled(request, num_new_tokens, "resumed" if resumed else "new", num_hit_tokens)
 
-    def _advance(
-        self,
-        plan: StepPlan,
-        request: Request,
-        num_new_tokens: int,
-        kind: Literal["new", "running", "resumed"],
-        num_hit_tokens: int,
+    def _emit_scheduled(
+        self, request: Request, num_tokens: int, kind: Literal["new", "running", "resumed"], num_hit_tokens: int
     ) -> None:
-        """Books `num_new_tokens` into the step, and a placeholder if the step samples a token for `request`."""
-        plan.take(request, num_new_tokens)
-        if self._hooks.active:
-            stamp, rid, num_computed = self._hooks.stamp(), request.request_id, request.num_computed_tokens
-            self._hooks.emit(RequestScheduled(*stamp, rid, num_new_tokens, num_computed, kind, num_hit_tokens))
-        request.num_computed_tokens += num_new_tokens
-        if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
-            request.num_output_placeholders += 1
+        stamp, rid, num_computed = self._hooks.stamp(), request.request_id, request.num_computed_tokens
+        self._hooks.emit(RequestScheduled(*stamp, rid, num_tokens, num_computed, kind, num_hit_tokens))
 
     # -- the step's tokens arrive
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, every_token: bool = True
     ) -> list[tuple[Request, list[int]]]:
-        """Appends the step's tokens; returns each request that got any, in the runner's order, with the accepted ones.
+        """Appends the step's tokens; returns requests that got any, in the runner's order, with the accepted ones.
 
         A request ends at a stop token (after min_tokens), at max_tokens or at max_model_len; what was sampled after
-        that is dropped, as are tokens of requests that have ended and of a step that `recover` made void.
+        that is dropped, as are tokens of requests that have ended and of a step that `recover` made void. Without
+        `every_token` a quiet request is returned only when it ends.
         """
-        requests = self._in_flight.pop(scheduler_output.step, {})
-        updates: list[tuple[Request, list[int]]] = []
-        for request_id, token_ids in zip(runner_output.req_ids, runner_output.sampled_token_ids, strict=True):
-            request = requests.get(request_id)
-            if request is None or request.is_finished or not token_ids:
-                continue
-            request.num_output_placeholders -= len(token_ids)
-            accepted: list[int] = []
-            for token_id in token_ids:
-                request.output_token_ids.append(token_id)
-                accepted.append(token_id)
-                if (reason := self._finish_reason(request, token_id)) is not None:
-                    self._finish(request, reason)
-                    break
-            else:
-                self.kv_cache.cache_blocks(request)
-            updates.append((request, accepted))
-        return updates
+        if scheduler_output.step not in self._in_flight:
+            return []
+        batch, now = self._in_flight[scheduler_output.step].in_order(runner_output.req_ids), time.monotonic()
+        del self._in_flight[scheduler_output.step]
+        tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
+        table, rows = self.table, batch.rows
+        # A request that is still in its row and can't end here: nearly all, nearly always.
+        plain = (table.generation[rows] == batch.generations) & (counts > 0)
+        plain &= table.num_tokens[rows] + counts < table.limit[rows]
+        if (stop_ids := table.stop_token_ids).size:
+            plain &= ~np.isin(tokens, stop_ids).any(axis=1)
+        self._append_plain(batch, plain, tokens, counts, now)
+        wanted = plain if every_token else plain & ~table.quiet[rows]
+        updates = {i: (batch.requests[i], tokens[i, : counts[i]].tolist()) for i in np.flatnonzero(wanted).tolist()}
+        for i in np.flatnonzero(~plain & (counts > 0)).tolist():
+            request = batch.requests[i]
+            if not request.is_finished:
+                accepted = self._append(request, tokens[i, : counts[i]].tolist(), now)
+                if every_token or request.is_finished or not request.quiet:
+                    updates[i] = (request, accepted)
+        return [updates[i] for i in sorted(updates)]
+
+    def _append_plain(
+        self, batch: ScheduledBatch, plain: np.ndarray, tokens: np.ndarray, counts: np.ndarray, now: float
+    ) -> None:
+        """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them."""
+        table, rows = self.table, batch.rows
+        if plain.all() and (counts == 1).all():
+            for append, token in zip(batch.appends, tokens[:, 0].tolist(), strict=True):
+                append(token)
+        else:
+            for i in np.flatnonzero(plain).tolist():
+                batch.requests[i].output_token_ids.extend(tokens[i, : counts[i]].tolist())
+            rows, counts = rows[plain], counts[plain]
+        before = table.num_tokens[rows]
+        known = table.num_tokens[rows] = before + counts
+        table.num_output_placeholders[rows] -= counts
+        table.last_token_time[rows] = now
+        for row in rows[before == table.prefill_len[rows]].tolist():
+            request = self._request(row)
+            if request.first_token_time is None:
+                request.first_token_time = now
+        full = np.minimum(known, table.num_computed_tokens[rows]) >= table.publish_at[rows]
+        for row in rows[full].tolist():
+            self._publish(self._request(row))
+
+    def _append(self, request: Request, token_ids: list[int], now: float) -> list[int]:
+        """Appends `token_ids` one by one, as far as `request` goes; returns those."""
+        request.num_output_placeholders -= len(token_ids)
+        for count, token_id in enumerate(token_ids, 1):
+            request.append_output(token_id, now)
+            if (reason := self._finish_reason(request, token_id)) is not None:
+                self._finish(request, reason)
+                return token_ids[:count]
+        self._publish(request)
+        return token_ids
+
+    def _publish(self, request: Request) -> None:
+        self.kv_cache.cache_blocks(request)
+        if request.row >= 0:
+            self._note_blocks(request)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         params = request.sampling_params
@@ -303,8 +356,12 @@ class Scheduler:
         self._runner_ids.clear()
         self._finished_req_ids.clear()
         self.kv_cache.reset()
-        known = dict.fromkeys([*self.running, *self.waiting, *self.requests.values()])
-        self.running = []
+        running = self.table.running()
+        for request in running:
+            request.leave()
+        self.table = RunningTable(self.max_num_seqs)
+        self._last_batch = None
+        known = dict.fromkeys([*running, *self.waiting, *self.requests.values()])
         self.waiting = [r for r in known if self.requests.get(r.request_id) is r]
         for request in self.waiting:
             if request.status is RequestStatus.RUNNING:
@@ -315,10 +372,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if queue, running set, counters and blocks don't agree."""
-        queued = [*self.waiting, *self.running]
+        table, now_running = self.table, self.running
+        queued = [*self.waiting, *now_running]
         assert len(queued) == len(self.requests), f"{len(queued)} queued or running, {len(self.requests)} requests"
-        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, max_num_seqs={self.max_num_seqs}"
-        running = set(self.running)
+        running = set(now_running)
+        assert len(running) == len(table), f"{len(running)} different requests in {len(table)} rows"
         for request in queued:
             rid = request.request_id
             where = f"request {rid!r} ({request.status.value}): "
@@ -328,8 +386,13 @@ class Scheduler:
             assert slots >= computed, where + f"{computed} tokens computed in {slots} slots"
             assert request in running or slots == 0, where + "waits and owns blocks"
             placeholders = request.num_output_placeholders
-            steps = sum(step.get(rid) is request for step in self._in_flight.values())
+            steps = sum(request in batch.requests for batch in self._in_flight.values())
             assert 0 <= placeholders <= steps, where + f"{placeholders} placeholders with {steps} steps in flight"
             known = request.num_tokens + placeholders
             assert computed <= known, where + f"{computed} tokens computed of {known}"
+            if request in running:
+                row = request.row
+                assert table.requests[row] is request, where + f"its row {row} is another's"
+                assert table.num_tokens[row] == request.num_tokens, where + f"{table.num_tokens[row]} tokens in its row"
+                assert table.num_slots[row] == slots, where + f"{table.num_slots[row]} slots in its row, right {slots}"
         self.kv_cache.check_integrity()

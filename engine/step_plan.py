@@ -2,43 +2,102 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from .request import Request
+from .running_table import RunningTable
 from .sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(eq=False)
+class ScheduledBatch:
+    """Whose tokens a step computes, in schedule order. Steps that do the same for the same requests share one.
+
+    rows i64 [r] of the running table, num_tokens i64 [r], generations i64 [r] of the rows then: the row of a request
+    that ends or is preempted in flight may be another's when the tokens arrive.
+    """
+
+    version: int
+    rows: np.ndarray
+    num_tokens: np.ndarray
+    generations: np.ndarray
+    requests: tuple[Request, ...]
+
+    @cached_property
+    def req_ids(self) -> tuple[str, ...]:
+        return tuple(request.request_id for request in self.requests)
+
+    @cached_property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
+
+    @cached_property
+    def appends(self) -> list[Callable[[int], None]]:
+        """What appends a token to each request's output."""
+        return [request.output_token_ids.append for request in self.requests]
+
+    def in_order(self, req_ids: tuple[str, ...]) -> ScheduledBatch:
+        """The same batch in the order of the runner's `req_ids`. ValueError if those aren't the scheduled ones."""
+        if req_ids == self.req_ids:
+            return self
+        if self._reordered is None or self._reordered.req_ids != req_ids:
+            index = {req_id: i for i, req_id in enumerate(self.req_ids)}
+            if index.keys() != set(req_ids) or len(req_ids) != len(index):
+                raise ValueError(f"the runner answers for {sorted(req_ids)}, scheduled were {sorted(index)}")
+            at = np.array([index[req_id] for req_id in req_ids], dtype=np.int64)
+            requests = tuple(self.requests[i] for i in at)
+            self._reordered = ScheduledBatch(
+                self.version, self.rows[at], self.num_tokens[at], self.generations[at], requests
+            )
+        return self._reordered
+
+    _reordered: ScheduledBatch | None = field(default=None, init=False)
 
 
 @dataclass
 class StepPlan:
-    """`budget` is what is left of the step's tokens; `scheduled` is in schedule order."""
+    """`budget` is what is left of the step's tokens. Running requests stand as rows, admitted ones follow one by
+    one."""
 
     budget: int
-    scheduled: dict[str, Request] = field(default_factory=dict)
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    num_tokens: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    num_computed_tokens: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    """i64 [rows], before this step."""
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
     short_of_blocks: bool = False
     """A running request sits this step out because no block is left for it."""
-    _num_tokens: dict[str, int] = field(default_factory=dict)
+    _admitted: list[tuple[Request, int]] = field(default_factory=list)
     _new: list[NewRequestData] = field(default_factory=list)
-    _new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    _num_computed_tokens: list[int] = field(default_factory=list)
-    _resumed: set[str] = field(default_factory=set)
-    _all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    _resumed: dict[str, int] = field(default_factory=dict)
+    """Request id -> computed tokens."""
 
     @property
     def can_admit(self) -> bool:
         """False when an admission would take the blocks that a preempted or left-out request is waiting for."""
         return self.budget > 0 and not self.preempted and not self.short_of_blocks
 
-    def add_cached(self, request: Request, block_ids: list[int], *, resumed: bool, in_last_step: bool) -> None:
-        """A request that the runner holds; `block_ids` are the added ones, or all of them if `resumed`."""
-        self._new_block_ids[request.request_id] = block_ids
-        self._num_computed_tokens.append(request.num_computed_tokens)
-        if resumed:
-            self._resumed.add(request.request_id)
-        if resumed or not in_last_step:
-            self._all_token_ids[request.request_id] = request.all_token_ids
+    def take_running(self, rows: np.ndarray, num_tokens: np.ndarray, num_computed_tokens: np.ndarray) -> None:
+        """Requests that the runner holds, by their rows of the running table; each array i64 [rows]."""
+        self.rows, self.num_tokens, self.num_computed_tokens = rows, num_tokens, num_computed_tokens
+        self.budget -= int(num_tokens.sum())
 
-    def add_new(self, request: Request, block_ids: list[int], seed_index: int) -> None:
+    def take_resumed(self, request: Request, num_tokens: int, block_ids: list[int]) -> None:
+        """A preempted request that the runner holds still (V1), with all its blocks."""
+        self._resumed[request.request_id] = request.num_computed_tokens
+        self.new_block_ids[request.request_id] = block_ids
+        self.all_token_ids[request.request_id] = request.all_token_ids
+        self._take(request, num_tokens)
+
+    def take_new(self, request: Request, num_tokens: int, block_ids: list[int], seed_index: int) -> None:
         """A request that the runner doesn't hold, with all its blocks."""
         data = NewRequestData(
             req_id=request.request_id,
@@ -52,27 +111,49 @@ class StepPlan:
             stop_token_ids=request.stop_token_ids,
         )
         self._new.append(data)
+        self._take(request, num_tokens)
 
-    def take(self, request: Request, num_tokens: int) -> None:
-        """Spends `num_tokens` of the budget on `request`."""
+    def _take(self, request: Request, num_tokens: int) -> None:
         self.budget -= num_tokens
-        self.scheduled[request.request_id] = request
-        self._num_tokens[request.request_id] = num_tokens
+        self._admitted.append((request, num_tokens))
 
-    def output(self, step: int, finished_req_ids: frozenset[str]) -> SchedulerOutput:
+    def batch(self, table: RunningTable, last: ScheduledBatch | None) -> ScheduledBatch:
+        """The step's requests; `last` itself if they and their counts are those of the step before."""
+        rows, num_tokens = self.rows, self.num_tokens
+        if self._admitted:
+            rows = np.concatenate((rows, [request.row for request, _ in self._admitted]))
+            num_tokens = np.concatenate((num_tokens, [count for _, count in self._admitted]))
+        elif (
+            last is not None
+            and last.version == table.version
+            and np.array_equal(last.rows, rows)
+            and np.array_equal(last.num_tokens, num_tokens)
+        ):
+            return last
+        requests = tuple(request for row in rows.tolist() if (request := table.requests[row]) is not None)
+        return ScheduledBatch(table.version, rows, num_tokens, table.generation[rows], requests)
+
+    def output(self, step: int, batch: ScheduledBatch, finished_req_ids: frozenset[str]) -> SchedulerOutput:
+        num_running = len(self.rows)
+        # The very tuple of the batch where it can be: a runner sees by it that nothing came or went.
+        running_ids = batch.req_ids if num_running == len(batch.req_ids) else batch.req_ids[:num_running]
+        computed = self.num_computed_tokens
+        if self._resumed:
+            running_ids = (*running_ids, *self._resumed)
+            computed = np.concatenate((computed, list(self._resumed.values())))
         cached = CachedRequestData(
-            req_ids=list(self._new_block_ids),
+            req_ids=running_ids,
             resumed_req_ids=frozenset(self._resumed),
-            new_block_ids=list(self._new_block_ids.values()),
-            num_computed_tokens=self._num_computed_tokens,
-            all_token_ids=self._all_token_ids,
+            new_block_ids=self.new_block_ids,
+            num_computed_tokens=computed,
+            all_token_ids=self.all_token_ids,
         )
         return SchedulerOutput(
             step=step,
             scheduled_new_reqs=self._new,
             scheduled_cached_reqs=cached,
-            num_scheduled_tokens=self._num_tokens,
-            total_num_scheduled_tokens=sum(self._num_tokens.values()),
+            num_scheduled_tokens=batch.num_scheduled_tokens,
+            total_num_scheduled_tokens=int(batch.num_tokens.sum()),
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted),
         )

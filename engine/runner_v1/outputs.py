@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..device import Device
@@ -22,8 +23,8 @@ class OutputRows:
     num_logprobs: tuple[int | None, ...]
 
     def build(self, host: dict[str, torch.Tensor]) -> ModelRunnerOutput:
-        sampled = host["sampled"].tolist()
-        tokens = [[] if row in self.discarded else sampled[row] for row in range(len(self.req_ids))]
+        num_sampled = np.ones(len(self.req_ids), dtype=np.int32)
+        num_sampled[list(self.discarded)] = 0
         logprobs = None
         if "token_ids" in host:
             token_ids, values, ranks = (host[name].numpy() for name in ("token_ids", "logprobs", "ranks"))
@@ -32,7 +33,7 @@ class OutputRows:
                 for row, (req_id, k) in enumerate(zip(self.req_ids, self.num_logprobs, strict=True))
                 if k is not None and row not in self.discarded
             }
-        return ModelRunnerOutput(list(self.req_ids), tokens, logprobs)
+        return ModelRunnerOutput(self.req_ids, host["sampled"].numpy(), num_sampled, logprobs)
 
 
 Tensors = Callable[[], dict[str, torch.Tensor]]

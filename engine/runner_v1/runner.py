@@ -177,9 +177,8 @@ class ModelRunnerV1:
         for req_id in [r for r in batch.req_id_to_index if r not in kept]:
             self._remove_row(req_id)
         to_add = [self._cache_new(new) for new in scheduler_output.scheduled_new_reqs]
-        for req_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+        for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens.tolist(), strict=True):
+            block_ids = cached.new_block_ids.get(req_id, ())
             state = self.requests[req_id]
             state.num_computed_tokens = computed
             if req_id in cached.all_token_ids:
@@ -197,7 +196,7 @@ class ModelRunnerV1:
                 batch.append_blocks(row, block_ids)
         for state in to_add:
             row = batch.add_request(state)
-            if self.hooks.active:
+            if RowWritten in self.hooks.wanted:
                 self.hooks.emit(RowWritten(*self.hooks.stamp(), state.req_id, row))
         self._condense()
         self._may_reorder_batch(scheduler_output.num_scheduled_tokens)
@@ -224,12 +223,12 @@ class ModelRunnerV1:
 
     def _condense(self) -> None:
         for req_id, src, dst in self.input_batch.condense():
-            if self.hooks.active:
+            if RowMoved in self.hooks.wanted:
                 self.hooks.emit(RowMoved(*self.hooks.stamp(), req_id, src, dst, "condense"))
 
     def _remove_row(self, req_id: str) -> None:
         row = self.input_batch.remove_request(req_id)
-        if row is not None and self.hooks.active:
+        if row is not None and RowFreed in self.hooks.wanted:
             self.hooks.emit(RowFreed(*self.hooks.stamp(), req_id, row))
 
     def _cache_new(self, new: NewRequestData) -> CachedRequestState:
@@ -271,7 +270,7 @@ class ModelRunnerV1:
             else:
                 batch.swap_states(low, high)
                 counts[low], counts[high] = counts[high], counts[low]
-                if self.hooks.active:
+                if RowMoved in self.hooks.wanted:
                     for src, dst in ((high, low), (low, high)):
                         req_id = batch.req_ids[dst]
                         assert req_id is not None
@@ -328,7 +327,7 @@ class ModelRunnerV1:
         self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata)
         self._values = DeviceValues()
         self.last_inputs = self._inputs
-        if self.hooks.active:
+        if InputsPrepared in self.hooks.wanted:
             self.hooks.emit(InputsPrepared(*self.hooks.stamp(), r, t, t, made_by))
 
     def _device_inputs(self, r: int, t: int) -> None:
@@ -389,7 +388,7 @@ class ModelRunnerV1:
             values.hidden = self.model(**inputs, metadata=metadata, kv_cache=self.kv_cache)
 
         self.device.compute.submit("forward", run)
-        if self.hooks.active:
+        if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "forward", "torch"))
 
     def _submit_replay(self, graphs: GraphPool, size: int, values: DeviceValues) -> None:
@@ -397,7 +396,7 @@ class ModelRunnerV1:
             values.hidden = graphs.replay(size)
 
         self.device.compute.submit(f"graph of {size}", replay)
-        if self.hooks.active:
+        if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), f"graph of {size}", "triton"))
 
     def sample_tokens(self) -> ReadyOutput | AsyncGPUModelRunnerOutput:
@@ -415,7 +414,7 @@ class ModelRunnerV1:
             values.hidden = None
 
         self.device.compute.submit("sample", run)
-        if self.hooks.active:
+        if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "sample", "torch"))
         rows = OutputRows(inputs.req_ids, inputs.discarded, tuple(batch.params[row].logprobs for row in range(r)))
         if self.use_async_scheduling:
@@ -445,8 +444,9 @@ class ModelRunnerV1:
         self.device.compute.submit("copy sampled", copy_to_host, self.device, tensors, host)
         self.device.wait(self.device.compute.record_event(), "sampled tokens", inside_step=True)  # B
         output = rows.build(host)
-        for row, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
-            for token in tokens:
+        tokens = output.sampled_token_ids.tolist()
+        for row, (req_id, count) in enumerate(zip(output.req_ids, output.num_sampled.tolist(), strict=True)):
+            for token in tokens[row][:count]:
                 self._append_token(row, req_id, token)
         return ReadyOutput(output)
 

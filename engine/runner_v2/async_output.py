@@ -12,12 +12,31 @@ from ..sample.logprobs import rows_to_dicts
 from ..sched_output import ModelRunnerOutput
 
 
+def empty_tokens(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One tensor for all that the host always wants of a step, so that one copy brings it: (it, sampled, num_sampled).
+
+    i64 [r + ceil(r / 2)]: the tokens, then their counts as i32. `sampled` i64 [r, 1] and `num_sampled` i32 [r] are its
+    parts.
+    """
+    tokens = torch.empty(num_rows + (num_rows + 1) // 2, dtype=torch.int64, device=device)
+    return tokens, *_parts(tokens, num_rows)
+
+
+def split_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sampled` i64 [r, 1] and `num_sampled` i32 [r] of what `empty_tokens` made."""
+    return _parts(tokens, tokens.shape[0] * 2 // 3)
+
+
+def _parts(tokens: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return tokens[:num_rows].unsqueeze(1), tokens[num_rows:].view(torch.int32)[:num_rows]
+
+
 class AsyncOutput:
     """Starts the copies when made; `get_output` waits for them, in the engine's loop and never inside a step.
 
-    `tensors()`, called on the copy stream after the sampler, gives `sampled` i64 [r, N + 1], `num_sampled` i32 [r],
-    and `token_ids`, `logprobs`, `ranks` where logprobs were asked for. The device tensors stay referenced until the
-    copy ended, so that their memory is not reused under it.
+    `tensors()`, called on the copy stream after the sampler, gives `tokens` (see `empty_tokens`; its rows may be more
+    than `req_ids`), and `token_ids`, `logprobs`, `ranks` where logprobs were asked for. The device tensors stay
+    referenced until the copy ended, so that their memory is not reused under it.
     """
 
     def __init__(
@@ -46,15 +65,14 @@ class AsyncOutput:
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self._event, "output", inside_step=False)
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
-        # Columns past num_sampled are whatever was there: always cut. So are the rows of a captured batch's padding.
-        sampled, counts = host["sampled"].tolist(), host["num_sampled"].tolist()
-        tokens = [sampled[i][: counts[i]] for i in range(len(self._req_ids))]
-        logprobs = None
+        sampled, num_sampled = (part.numpy() for part in split_tokens(self._host["tokens"]))
+        # The rows of a captured batch's padding are cut.
+        num_reqs, logprobs = len(self._req_ids), None
         if "token_ids" in host:
             rows = (host["token_ids"], host["logprobs"], host["ranks"])
             logprobs = {
                 req_id: [rows_to_dicts(*rows, i, int(self._num_logprobs[i]))]
                 for i, req_id in enumerate(self._req_ids)
-                if self._num_logprobs[i] >= 0 and tokens[i]
+                if self._num_logprobs[i] >= 0 and num_sampled[i]
             }
-        return ModelRunnerOutput(list(self._req_ids), tokens, logprobs)
+        return ModelRunnerOutput(self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs)

@@ -74,7 +74,7 @@ class StagedWriteTensor:
         self._rows: list[int] = []
         self._starts: list[int] = []
         self._lengths: list[int] = []
-        self._contents: list[np.ndarray] = []
+        self._contents: list[int] = []
 
     def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
         """Will write `values` to (row, start...). The cells of one step must not overlap."""
@@ -83,24 +83,23 @@ class StagedWriteTensor:
         self._rows.append(row)
         self._starts.append(start)
         self._lengths.append(len(values))
-        self._contents.append(np.asarray(values, dtype=self._np_dtype))
+        self._contents.extend(values)
 
     def apply(self, name: str) -> bool:
         """Kernel 1: sends what was staged; False if that was nothing. `name` says whose write it is."""
         if not self._rows:
             return False
-        to_device = self._device.to_device
-        cu_len = np.zeros(len(self._rows) + 1, dtype=np.int32)
-        np.cumsum(self._lengths, out=cu_len[1:])
-        args = (
-            to_device(np.asarray(self._rows, dtype=np.int32)),
-            to_device(np.asarray(self._starts, dtype=np.int32)),
-            to_device(cu_len),
-            to_device(np.concatenate(self._contents)),
-        )
+        # One transfer: contents, which may be wider, then rows, starts and cumulative lengths as i32.
+        contents = np.array(self._contents, dtype=self._np_dtype)
+        num_writes = len(self._rows)
+        pieces = (contents.view(np.int32), self._rows, self._starts, [0], np.cumsum(self._lengths))
+        packed = self._device.to_device(np.concatenate(pieces).astype(np.int32, copy=False))
         self._rows, self._starts, self._lengths, self._contents = [], [], [], []
-        self._device.compute.submit(name, self._launch, *args)
+        self._device.compute.submit(name, self._launch, packed, num_writes)
         return True
 
-    def _launch(self, rows: torch.Tensor, starts: torch.Tensor, cu_len: torch.Tensor, contents: torch.Tensor) -> None:
-        apply_write(self.gpu, rows, starts, cu_len, contents, form=self._form)
+    def _launch(self, packed: torch.Tensor, num_writes: int) -> None:
+        contents, rows, starts, cu_len = packed.split(
+            (packed.shape[0] - 3 * num_writes - 1, num_writes, num_writes, num_writes + 1)
+        )
+        apply_write(self.gpu, rows, starts, cu_len, contents.view(self.gpu.dtype), form=self._form)

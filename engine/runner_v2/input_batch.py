@@ -8,29 +8,34 @@ import numpy as np
 import torch
 
 from ..device import Device
+from .sample import SamplerPlan
 
 
 class InputBuffers:
-    """The model's inputs. Their addresses never change, so that a graph may capture them. R, T as everywhere."""
+    """The model's inputs. Their addresses never change, so that a graph may capture them. R, T as everywhere.
+
+    `query_start_loc` i32 [R + 1] and `idx_mapping` i32 [R] are two parts of `index`, which the host writes whole.
+    """
 
     def __init__(self, device: Device, max_num_reqs: int, max_tokens: int) -> None:
         self.input_ids = device.zeros(max_tokens, dtype=torch.int32)
         self.positions = device.zeros(max_tokens, dtype=torch.int64)
-        self.query_start_loc = device.zeros(max_num_reqs + 1, dtype=torch.int32)
+        self.index = device.zeros(2 * max_num_reqs + 1, dtype=torch.int32)
+        self.query_start_loc, self.idx_mapping = self.index.split((max_num_reqs + 1, max_num_reqs))
         self.seq_lens = device.zeros(max_num_reqs, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
 class InputBatch:
-    """r requests and t tokens of one step, decodes first; the host's side of it."""
+    """r requests and t tokens of one step, decodes first; the host's side of it. Steps that run the same requests with
+    the same counts share its arrays, apart from `seq_lens_np`."""
 
     req_ids: tuple[str, ...]
-    # [r] i32: batch position -> state row
-    idx_mapping_np: np.ndarray
+    # [2 R + 1] i32: query_start_loc, padded with its last value, and idx_mapping, padded with a row that is nobody's
+    index_np: np.ndarray
     # [r] i32
     num_scheduled_tokens: np.ndarray
-    # [R + 1] i32, padded with its last value
-    query_start_loc_np: np.ndarray
+    plan: SamplerPlan
     # [r] i32: an upper bound of the device's seq_lens
     seq_lens_np: np.ndarray
     num_tokens: int
@@ -38,6 +43,17 @@ class InputBatch:
     num_reqs_padded: int
     num_decodes: int
     has_prefill: bool
+
+    @property
+    def query_start_loc_np(self) -> np.ndarray:
+        """i32 [R + 1]."""
+        return self.index_np[: len(self.index_np) // 2 + 1]
+
+    @property
+    def idx_mapping_np(self) -> np.ndarray:
+        """i32 [r]: batch position -> state row."""
+        begin = len(self.index_np) // 2 + 1
+        return self.index_np[begin : begin + self.num_reqs]
 
     @property
     def num_reqs(self) -> int:

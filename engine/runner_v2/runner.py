@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -59,7 +59,6 @@ class ExecuteModelState:
 
     batch: InputBatch
     work: StepWork
-    plan: SamplerPlan
     graph: tuple[int, SamplerPlan] | None
 
 
@@ -101,12 +100,15 @@ class ModelRunnerV2:
         )
         self.sampler = Sampler(self.sampling_states, form)
         self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
-        # A captured step reads its index from here. i32 [R]
-        self.idx_mapping = device.zeros(rows, dtype=torch.int32)
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None
         self.last_work: StepWork | None = None
         self._state: ExecuteModelState | None = None
+        # What a step knows of the one before: while the same objects come, nothing came or went.
+        self._last_scheduled: dict[str, int] | None = None
+        self._cached_ids: tuple[str, ...] = ()
+        self._cached_rows = np.empty(0, dtype=np.int64)
+        self._index_on_device: np.ndarray | None = None
         self._graph_work: dict[int, StepWork] = {}
         self.capture()
 
@@ -128,7 +130,7 @@ class ModelRunnerV2:
 
     def _padding_work(self, size: int) -> StepWork:
         """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
-        self.idx_mapping.fill_(self.req_states.padding_row)
+        self.input_buffers.idx_mapping.fill_(self.req_states.padding_row)
         self.input_buffers.query_start_loc.zero_()
         metadata = self._attention_metadata(
             num_reqs=size,
@@ -138,7 +140,7 @@ class ModelRunnerV2:
             seq_lens_np=np.full(size, self.config.max_model_len, dtype=np.int32),
             num_decodes=size,
         )
-        return StepWork(self, self.idx_mapping[:size], size, size, metadata)
+        return StepWork(self, self.input_buffers.idx_mapping[:size], size, size, metadata)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -157,14 +159,13 @@ class ModelRunnerV2:
             self.model_state.apply_staged_writes()
             if self.sampling_states.apply_staged_writes():
                 self._launched("write stop_token_ids")
-        cached = scheduler_output.scheduled_cached_reqs
-        for req_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = self.req_states.req_id_to_index[req_id]
-            self.req_states.num_computed_tokens_np[row] = computed
-            if block_ids:
-                self.block_tables.append_block_ids(row, block_ids, overwrite=False)
+        cached, states = scheduler_output.scheduled_cached_reqs, self.req_states
+        if cached.req_ids is not self._cached_ids:
+            rows = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
+            self._cached_ids, self._cached_rows = cached.req_ids, np.array(rows, dtype=np.int64)
+        states.num_computed_tokens_np[self._cached_rows] = cached.num_computed_tokens
+        for req_id, block_ids in cached.new_block_ids.items():
+            self.block_tables.append_block_ids(states.req_id_to_index[req_id], block_ids, overwrite=False)
         if self.block_tables.apply_staged_writes():
             self._launched("write block_table")
 
@@ -178,7 +179,7 @@ class ModelRunnerV2:
         if row is None:
             return
         self.model_state.remove_request(req_id)
-        if self.hooks.active:
+        if RowFreed in self.hooks.wanted:
             self.hooks.emit(RowFreed(*self.hooks.stamp(), req_id, row))
 
     def _add_request(self, new: NewRequestData) -> None:
@@ -188,21 +189,17 @@ class ModelRunnerV2:
             row, new.sampling_params, new.num_prompt_tokens, new.stop_token_ids, new.request_seed_index
         )
         self.model_state.add_request(row, new)
-        if self.hooks.active:
+        if RowWritten in self.hooks.wanted:
             self.hooks.emit(RowWritten(*self.hooks.stamp(), new.req_id, row))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
         batch = self._make_batch(scheduler_output)
-        plan = self.sampler.plan(batch.idx_mapping_np)
-        graph = self._captured(batch, plan)
-        submit = self.device.compute.submit
-        copy_query_start_loc = self.input_buffers.query_start_loc.copy_
-        submit("query_start_loc", copy_query_start_loc, self.device.to_device(batch.query_start_loc_np))
+        graph = self._captured(batch)
+        if batch.index_np is not self._index_on_device:
+            self.device.write("query_start_loc, idx_mapping", self.input_buffers.index, batch.index_np)
+            self._index_on_device = batch.index_np
         if graph is not None:
             work = self._graph_work[graph[0]]
-            padded = np.full(graph[0], self.req_states.padding_row, dtype=np.int32)
-            padded[: batch.num_reqs] = batch.idx_mapping_np
-            submit("idx_mapping", self.idx_mapping[: graph[0]].copy_, self.device.to_device(padded))
         else:
             work = self._eager_work(batch)
             if batch.has_prefill:
@@ -211,20 +208,20 @@ class ModelRunnerV2:
             self._submit(work.combine_sampled_and_draft_tokens)  # 4
             self._submit(work.gather_block_tables)  # 6
             self._submit(work.compute_slot_mappings)  # 7
-        self._state = ExecuteModelState(batch, work, plan, graph)
+        self._state = ExecuteModelState(batch, work, graph)
         self.last_batch, self.last_work = batch, work
-        if self.hooks.active:
-            rows = tuple(int(row) for row in batch.idx_mapping_np)
-            self.hooks.emit(BlockTableGathered(*self.hooks.stamp(), rows))
+        if BlockTableGathered in self.hooks.wanted:
+            self.hooks.emit(BlockTableGathered(*self.hooks.stamp(), tuple(batch.idx_mapping_np.tolist())))
+        if InputsPrepared in self.hooks.wanted:
             self.hooks.emit(
                 InputsPrepared(*self.hooks.stamp(), batch.num_reqs, batch.num_tokens, batch.num_tokens_padded, MADE_BY)
             )
 
-    def _captured(self, batch: InputBatch, plan: SamplerPlan) -> tuple[int, SamplerPlan] | None:
+    def _captured(self, batch: InputBatch) -> tuple[int, SamplerPlan] | None:
         """The captured step that can do this batch's work, if there is one."""
         if self.graphs is None or batch.has_prefill or batch.num_tokens != batch.num_reqs:
             return None
-        key = (batch.num_reqs_padded, plan)
+        key = (batch.num_reqs_padded, batch.plan)
         return key if key in self.graphs else None
 
     def _eager_work(self, batch: InputBatch) -> StepWork:
@@ -237,7 +234,7 @@ class ModelRunnerV2:
             num_decodes=batch.num_decodes,
             has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
         )
-        idx_mapping = self.device.to_device(batch.idx_mapping_np)
+        idx_mapping = self.input_buffers.idx_mapping[: batch.num_reqs]
         return StepWork(self, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
 
     def _attention_metadata(
@@ -267,8 +264,15 @@ class ModelRunnerV2:
 
     def _make_batch(self, scheduler_output: SchedulerOutput) -> InputBatch:
         """The step's index, from the host's numpy mirrors alone. Sorted by scheduled tokens, so decodes come first."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        states = self.req_states
+        scheduled, states, last = scheduler_output.num_scheduled_tokens, self.req_states, self.last_batch
+        if scheduled is self._last_scheduled and last is not None:
+            computed, rows = states.num_computed_tokens_np[last.idx_mapping_np], last.idx_mapping_np
+            return replace(
+                last,
+                seq_lens_np=computed + last.num_scheduled_tokens,
+                has_prefill=bool((computed < states.prefill_len.np[rows]).any()),
+            )
+        self._last_scheduled = scheduled
         req_ids = tuple(sorted(scheduled, key=lambda req_id: scheduled[req_id]))
         counts = np.fromiter((scheduled[req_id] for req_id in req_ids), dtype=np.int32, count=len(req_ids))
         rows = np.fromiter((states.req_id_to_index[req_id] for req_id in req_ids), dtype=np.int32, count=len(req_ids))
@@ -276,17 +280,20 @@ class ModelRunnerV2:
         size = choose_descriptor(
             num_reqs, num_tokens, self.config.cudagraph_capture_sizes, self.max_num_reqs, self.max_num_tokens
         )
-        query_start_loc = np.full(self.max_num_reqs + 1, num_tokens, dtype=np.int32)
+        index = np.full(2 * self.max_num_reqs + 1, num_tokens, dtype=np.int32)
+        query_start_loc, idx_mapping = np.split(index, [self.max_num_reqs + 1])
         query_start_loc[0] = 0
         np.cumsum(counts, out=query_start_loc[1 : num_reqs + 1])
+        idx_mapping[:num_reqs] = rows
+        idx_mapping[num_reqs:] = states.padding_row
         computed = states.num_computed_tokens_np[rows]
         prefill_len = states.prefill_len.np[rows]
         seq_lens = computed + counts
         return InputBatch(
             req_ids=req_ids,
-            idx_mapping_np=rows,
+            index_np=index,
             num_scheduled_tokens=counts,
-            query_start_loc_np=query_start_loc,
+            plan=self.sampler.plan(rows),
             seq_lens_np=seq_lens,
             num_tokens=num_tokens,
             num_tokens_padded=size.num_tokens,
@@ -313,10 +320,10 @@ class ModelRunnerV2:
     def sample_tokens(self) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
         assert self._state is not None, "sample_tokens: execute_model comes first"
-        batch, work, plan, graph = self._state.batch, self._state.work, self._state.plan, self._state.graph
+        batch, work, graph = self._state.batch, self._state.work, self._state.graph
         self._state = None
         if graph is None:
-            self._submit(work.sample, plan)
+            self._submit(work.sample, batch.plan)
             self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
         num_logprobs = self.sampling_states.num_logprobs[batch.idx_mapping_np]
@@ -331,6 +338,6 @@ class ModelRunnerV2:
         self._launched(name)
 
     def _launched(self, *names: str) -> None:
-        if self.hooks.active:
+        if KernelLaunched in self.hooks.wanted:
             for name in names:
                 self.hooks.emit(KernelLaunched(*self.hooks.stamp(), name, self.form))

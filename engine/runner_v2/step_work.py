@@ -20,6 +20,7 @@ from kernels import (
 )
 
 from ..attention import AttentionMetadata
+from .async_output import empty_tokens
 from .sample import SamplerPlan
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class StepWork:
         self.logits_indices: torch.Tensor | None = None
         self.output: dict[str, torch.Tensor] = {}
         self._hidden: torch.Tensor | None = None
+        self._sampled: torch.Tensor | None = None
+        self._num_sampled: torch.Tensor | None = None
         self._num_rejected: torch.Tensor | None = None
 
     def prepare_prefill_inputs(self) -> None:
@@ -105,26 +108,29 @@ class StepWork:
         # The token to be sampled stands one behind the token that the logits are of.
         positions = self._buffers.positions[self.logits_indices] + 1
         output = self._runner.sampler.sample(plan, logits, self.idx_mapping, positions)
-        num_sampled = torch.ones(self.idx_mapping.shape[0], dtype=torch.int32, device=logits.device)
-        self.output = {"sampled": output.sampled, "num_sampled": num_sampled}
+        tokens, self._sampled, self._num_sampled = empty_tokens(self.idx_mapping.shape[0], logits.device)
+        self._sampled.copy_(output.sampled)
+        self._num_sampled.fill_(1)
+        self.output = {"tokens": tokens}
         if output.logprobs is not None:
             self.output |= output.logprobs.as_dict()
         self._hidden = None
 
     def get_num_sampled_and_rejected(self) -> None:
         """9: a request still inside its prompt has sampled nothing."""
+        assert self._num_sampled is not None
         self._num_rejected = get_num_sampled_and_rejected(
-            self.output["num_sampled"], self._buffers.seq_lens, self.cu_num_logits, self.idx_mapping,
+            self._num_sampled, self._buffers.seq_lens, self.cu_num_logits, self.idx_mapping,
             self._states.prefill_len.gpu, form=self._form,
         )  # fmt: skip
 
     def post_update(self) -> None:
         """10: appends the tokens to the state table and advances the computed counts."""
-        assert self._num_rejected is not None
+        assert self._sampled is not None and self._num_sampled is not None and self._num_rejected is not None
         post_update(
             self.idx_mapping, self._states.num_computed_tokens.gpu, self._states.last_sampled_tokens,
-            self._states.total_len.gpu, self._states.all_token_ids.gpu, self.output["sampled"],
-            self.output["num_sampled"], self._num_rejected, self._buffers.query_start_loc, form=self._form,
+            self._states.total_len.gpu, self._states.all_token_ids.gpu, self._sampled,
+            self._num_sampled, self._num_rejected, self._buffers.query_start_loc, form=self._form,
         )  # fmt: skip
 
     def decode_step(self, plan: SamplerPlan) -> dict[str, torch.Tensor]:

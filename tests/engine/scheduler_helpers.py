@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from engine.config import EngineConfig
 from engine.hooks import Hooks
@@ -53,6 +55,15 @@ def admit(kv: KVCacheManager, request: Request, num_new_tokens: int | None = Non
         request.num_computed_tokens = num_hit + num_new
         kv.check_integrity()
     return added, num_hit
+
+
+def runner_output(req_ids: Iterable[str], token_ids: Sequence[Sequence[int]]) -> ModelRunnerOutput:
+    """As a runner answers: tokens past a request's count are whatever was there."""
+    req_ids, width = tuple(req_ids), max((len(tokens) for tokens in token_ids), default=1) or 1
+    sampled = np.full((len(req_ids), width), -7, dtype=np.int64)
+    for row, tokens in zip(sampled, token_ids, strict=True):
+        row[: len(tokens)] = tokens
+    return ModelRunnerOutput(req_ids, sampled, np.array([len(tokens) for tokens in token_ids], dtype=np.int32))
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -106,7 +117,7 @@ class FakeRunner:
             self._check_reads(rid)
         sampled = [self._sample(self.rows[rid]) for rid in out.num_scheduled_tokens]
         self.last_ids = set(out.num_scheduled_tokens) or self.last_ids
-        return ModelRunnerOutput(list(out.num_scheduled_tokens), sampled)
+        return runner_output(out.num_scheduled_tokens, sampled)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         for rid in out.finished_req_ids:
@@ -124,9 +135,8 @@ class FakeRunner:
             cached.all_token_ids.keys()
             == {r for r in cached.req_ids if r not in self.last_ids} | cached.resumed_req_ids
         )
-        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for rid, block_ids, num_computed in rows:
-            row = self.rows[rid]
+        for rid, num_computed in zip(cached.req_ids, cached.num_computed_tokens.tolist(), strict=True):
+            row, block_ids = self.rows[rid], cached.new_block_ids.get(rid, [])
             assert cached.all_token_ids.get(rid, row.token_ids) == row.token_ids
             if rid in cached.resumed_req_ids:
                 assert not self.v2

@@ -119,4 +119,4 @@ def test_a_failing_subscriber_is_reported_and_dropped(runner: str, loop: str, ev
         still_right(llm)
         assert len(calls) == 1
         assert len(llm.hooks.errors) == 1 and "ZeroDivisionError('in a view')" in llm.hooks.errors[0]
-        assert not llm.hooks.active
+        assert not llm.hooks.wanted

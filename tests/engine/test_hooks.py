@@ -196,7 +196,7 @@ def test_nothing_is_emitted_for_nobody(runner: str, loop: str, monkeypatch: pyte
     monkeypatch.setattr(Hooks, "stamp", refuse)
     with tiny_llm(runner, loop, max_num_batched_tokens=11, num_gpu_blocks_override=13) as llm:
         result = run_trace(llm, TRACE)
-        assert not llm.hooks.active and result.num_preemptions > 0
+        assert not llm.hooks.wanted and result.num_preemptions > 0
 
 
 def test_a_subscription_ends_with_its_context_and_takes_only_its_types() -> None:
@@ -212,7 +212,7 @@ def test_a_subscription_ends_when_its_context_raises() -> None:
     hooks = Hooks("v1")
     with pytest.raises(KeyError), hooks.subscribe(Event, lambda event: None):
         raise KeyError("x")
-    assert not hooks.active
+    assert not hooks.wanted
 
 
 def test_two_subscribers_see_the_same_and_one_may_leave_from_within() -> None:
@@ -236,7 +236,7 @@ def test_subscribing_everywhere_sees_engines_made_later() -> None:
         third = make_llm("v2")
         third.add(ids(*prompt_of(5)), greedy(2))
         assert [event.runner for event in seen] == ["v1", "v2"]
-        assert not first.hooks.active and not second.hooks.active and not third.hooks.active
+        assert not first.hooks.wanted and not second.hooks.wanted and not third.hooks.wanted
         second.close()
         third.close()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.hooks import Event, RequestAdded, RequestFinished, RequestScheduled
-from engine.sched_output import ModelRunnerOutput
-from tests.engine.scheduler_helpers import Driver, make_request, make_scheduler, reference
+from tests.engine.scheduler_helpers import Driver, make_request, make_scheduler, reference, runner_output
 
 
 def start(delay: int = 0, **config) -> Driver:
@@ -23,10 +22,10 @@ def test_a_new_request_reaches_the_runner_once_and_then_by_its_new_blocks(v2):
     assert new.req_id == request.request_id and new.sampling_params is request.sampling_params
     assert new.prompt_token_ids == new.prefill_token_ids == request.prompt_token_ids and new.num_prompt_tokens == 7
     assert (new.block_ids, new.num_computed_tokens, new.request_seed_index) == ([1, 2], 0, 0)
-    assert out.scheduled_cached_reqs.req_ids == [] and out.total_num_scheduled_tokens == 7
+    assert out.scheduled_cached_reqs.req_ids == () and out.total_num_scheduled_tokens == 7
     outs = [d.step(), d.step()]
-    assert [o.scheduled_cached_reqs.new_block_ids for o in outs] == [[[]], [[3]]]
-    assert [o.scheduled_cached_reqs.num_computed_tokens for o in outs] == [[7], [8]]
+    assert [o.scheduled_cached_reqs.new_block_ids for o in outs] == [{}, {request.request_id: [3]}]
+    assert [o.scheduled_cached_reqs.num_computed_tokens.tolist() for o in outs] == [[7], [8]]
     assert [o.num_scheduled_tokens for o in outs] == [{request.request_id: 1}] * 2
     assert request.finish_reason == "length" and not d.scheduler.has_unfinished() and d.scheduler.has_requests()
     last = d.step()
@@ -102,7 +101,8 @@ def test_a_decode_comes_first_wherever_it_stands_in_the_running_list():
     d = start(max_num_batched_tokens=8)
     d.add(decode := make_request(3, 9, "decode"), make_request(30, 9, "prefill"))
     d.step()
-    d.scheduler.running.reverse()
+    order = d.scheduler.table.order
+    order[:] = order[::-1].copy()
     assert d.scheduler.running[1] is decode
     assert list(d.step().num_scheduled_tokens.items()) == [("decode", 1), ("prefill", 7)]
 
@@ -181,7 +181,7 @@ def test_tokens_after_a_stop_are_dropped():
     d.add(request := make_request(4, 10, stop_token_ids=frozenset([7])))
     out = d.schedule()
     request.num_output_placeholders = 4
-    result = ModelRunnerOutput([request.request_id], [[5, 6, 7, 8]])
+    result = runner_output([request.request_id], [[5, 6, 7, 8]])
     assert d.scheduler.update_from_output(out, result) == [(request, [5, 6, 7])]
     assert request.output_token_ids == [5, 6, 7] and request.finish_reason == "stop"
 
@@ -204,10 +204,10 @@ def test_outputs_come_in_the_runners_order():
     d = start()
     d.add(a := make_request(3), b := make_request(3))
     out = d.schedule()
-    result = ModelRunnerOutput([b.request_id, a.request_id], [[1], [2]])
+    with pytest.raises(ValueError, match="'x'"):
+        d.scheduler.update_from_output(out, runner_output(["x", "y"], [[1], [2]]))
+    result = runner_output([b.request_id, a.request_id], [[1], [2]])
     assert d.scheduler.update_from_output(out, result) == [(b, [1]), (a, [2])]
-    with pytest.raises(ValueError):
-        d.scheduler.update_from_output(out, ModelRunnerOutput(["x"], []))
 
 
 def test_a_second_turn_finds_the_generated_tokens_of_the_first():

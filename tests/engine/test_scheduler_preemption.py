@@ -36,8 +36,8 @@ def test_t4_a_resumed_requests_blocks_replace_the_old_ones(v2, delay):
     else:
         cached = out.scheduled_cached_reqs
         assert cached.resumed_req_ids == {rid} and out.scheduled_new_reqs == []
-        index = cached.req_ids.index(rid)
-        blocks, known, hit = cached.new_block_ids[index], cached.all_token_ids[rid], cached.num_computed_tokens[index]
+        hit = cached.num_computed_tokens[cached.req_ids.index(rid)]
+        blocks, known = cached.new_block_ids[rid], cached.all_token_ids[rid]
     assert blocks == now == d.runner.rows[rid].block_ids, "the runner's row is the scheduler's list, nothing old left"
     assert known == second.all_token_ids[: len(known)] and len(known) > 10
     resumed = [e for e in events if isinstance(e, RequestScheduled) and e.kind == "resumed"]
@@ -194,7 +194,7 @@ def test_recover_finds_a_request_that_an_interrupt_left_in_no_list():
     d = Driver(make_scheduler())
     d.add(a := make_request(5, 3), b := make_request(5, 3))
     d.step()
-    d.scheduler.running.remove(a)
+    d.scheduler.table.remove(a)
     d.scheduler.kv_cache.pool.blocks[1].ref_cnt = 5
     d.fail()
     assert set(d.scheduler.waiting) == {a, b}

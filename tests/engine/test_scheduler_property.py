@@ -101,7 +101,7 @@ def decoding(d: Driver) -> list[Request]:
     for r in d.scheduler.running:
         num_outputs = r.num_output_tokens + r.num_output_placeholders
         more = num_outputs < r.max_tokens and r.num_prompt_tokens + num_outputs < MAX_MODEL_LEN
-        if more and r.num_computed_tokens >= d.scheduler._prefill_len[r.request_id]:
+        if more and r.num_computed_tokens >= d.scheduler.table.prefill_len[r.row]:
             result.append(r)
     return result
 
@@ -140,7 +140,7 @@ def check_end(d: Driver, trace: Trace) -> None:
     assert d.scheduler.requests == {} and d.scheduler.running == d.scheduler.waiting == []
     assert d.scheduler.kv_cache.num_free_blocks == trace.config["num_usable_blocks"], "a block leaked"
     assert d.runner.rows == {}, "the runner was told of every end"
-    assert d.scheduler._seed_index == {} and d.scheduler._prefill_len == {} and d.scheduler._runner_ids == set()
+    assert d.scheduler._seed_index == {} and len(d.scheduler.table) == 0 and d.scheduler._runner_ids == set()
     may_be_aborted = {f"r{i}" for numbers in trace.aborts.values() for i in numbers}
     for request in trace.requests:
         output, reason = reference(request, MAX_MODEL_LEN)

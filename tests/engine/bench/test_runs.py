@@ -35,7 +35,7 @@ def test_the_observer_at_summary_level_gets_no_event_for_each_token(engine: Engi
     costs = engine.step_costs(SPEC)
     assert costs.steps == SPEC.steps - 1
     assert costs.host_us > 0 and costs.device_us > 0 and costs.launches >= 1
-    assert not engine.llm.hooks.active
+    assert not engine.llm.hooks.wanted
 
 
 def test_a_dropped_observer_is_an_error(engine: EngineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_what_counts_as_a_launch_and_as_busy() -> None:
 def test_profiling_leaves_the_engine_empty_and_needs_steps_to_look_at(engine: EngineRuns) -> None:
     profile_steps(engine, SPEC, steps=3)
     core = engine.llm.core
-    assert not core.has_unfinished() and not core.in_flight and not core.hooks.active
+    assert not core.has_unfinished() and not core.in_flight and not core.hooks.wanted
     engine.run(SPEC)
     core.check_integrity()
     with pytest.raises(ValueError, match="longer outputs"):
