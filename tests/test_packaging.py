@@ -25,6 +25,7 @@ PACKAGES = ("engine", "kernels", "workbench")
 MAY_IMPORT = {"kernels": set(), "engine": {"kernels"}, "workbench": {"engine", "kernels"}}
 THIRD_PARTY = {
     "torch", "triton", "numpy", "safetensors", "transformers", "tokenizers", "gguf", "jinja2", "huggingface_hub",
+    "xgrammar",
 }  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -73,6 +74,11 @@ def test_imports_point_one_way(package: str) -> None:
 def test_engine_and_kernels_need_only_the_allowed_libraries(package: str) -> None:
     allowed = {package, *MAY_IMPORT[package], *sys.stdlib_module_names, *THIRD_PARTY}
     assert not offences(package, allowed)
+
+
+def test_only_structured_output_needs_xgrammar() -> None:
+    users = {text.split(":")[0] for text in offences("engine", set()) if text.endswith(" xgrammar")}
+    assert users == {"engine/sample/structured_output.py"}
 
 
 def test_the_engine_runs_without_jupyter() -> None:
@@ -166,7 +172,7 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
 
     base = names(PROJECT["dependencies"])
     allowed = {
-        "engine": base | names(extras["gpu"]),
+        "engine": base | names(extras["gpu"]) | names(extras["structured"]),
         "kernels": base | names(extras["gpu"]),
         "workbench": base | names(extras["lab"]),
         "tests": base | names(extras["gpu"]) | names(extras["lab"]) | names(extras["dev"]),
@@ -178,7 +184,7 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
         assert found <= declared_names, f"{package} imports {sorted(found - declared_names)}, which it doesn't declare"
         used |= found
     run_not_imported = {"jupyterlab", "nbval", "pytest_xdist", "ruff", "mypy"}
-    assert names([*PROJECT["dependencies"], *extras["lab"], *extras["gpu"], *extras["dev"]]) - used == {
+    assert names([*PROJECT["dependencies"], *extras["lab"], *extras["gpu"], *extras["structured"], *extras["dev"]]) - used == {
         *run_not_imported,
         PROJECT["name"],
     }

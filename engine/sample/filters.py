@@ -46,3 +46,31 @@ def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, active: torch.Te
     # Slots without an id point at token 0: amin keeps its logit unless another slot forbids it.
     values = torch.where(forbid, torch.full_like(forbid, NEG_INF, dtype=logits.dtype), logits.gather(1, ids))
     return logits.scatter_reduce_(1, ids, values, reduce="amin")
+
+
+def apply_grammar_bitmask(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    """Forbids, in place, the tokens t of rows i64 [n] whose bit t % 32 of `bitmask[:, t // 32]` i32 [n, ceil(V / 32)]
+    is 0."""
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (bitmask.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits.index_copy_(0, rows, logits[rows].masked_fill_(~allowed, NEG_INF))
+
+
+def apply_allowed_token_ids(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Forbids, in place, every token of rows i64 [n] but those of `token_ids` i64 [n, any]; padding repeats one of
+    them."""
+    kept = torch.full((rows.shape[0], logits.shape[1]), NEG_INF, dtype=logits.dtype, device=logits.device)
+    kept.scatter_(1, token_ids, logits[rows].gather(1, token_ids))
+    return logits.index_copy_(0, rows, kept)
+
+
+def apply_logit_bias(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, biases: torch.Tensor
+) -> torch.Tensor:
+    """Adds, in place, bias i f32 to the logit of token i i64 in row i i64, each [n]; no pair comes twice."""
+    return logits.index_put_((rows, token_ids), biases, accumulate=True)
+
+
+def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Forbids, in place, token i i64 in row i i64, each [n]."""
+    return logits.index_put_((rows, token_ids), torch.full_like(rows, NEG_INF, dtype=logits.dtype))

@@ -1,0 +1,200 @@
+"""Structured output: grammars compiled by xgrammar off the step, a matcher for each request, bitmaps of allowed tokens.
+
+A grammar stands on the host: it must have seen a request's last token before it can say which may follow. So the
+engine launches a step's forward, takes the tokens of the step before, fills the bitmaps, and samples
+(`EngineCore._execute`): the host waits for no more than it would without grammars, and the device runs on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..models import Tokenizer
+from .grammar_vocabulary import grammar_vocabulary
+from .structured_outputs_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import xgrammar
+
+MAX_COMPILED = 256
+"""Compiled grammars that are kept, the last used ones."""
+ALL_ALLOWED = -1
+"""A word of a bitmap with every bit set."""
+
+
+class StructuredOutputRequest:
+    """The grammar of one request, and how far its output has come in it. `stop_ids` may follow a complete output."""
+
+    def __init__(self, compiled: Future[xgrammar.CompiledGrammar], stop_ids: Iterable[int]) -> None:
+        self._compiled = compiled
+        self._stop_ids = sorted(stop_ids)
+        self._matcher: xgrammar.GrammarMatcher | None = None
+        self.error: str | None = None
+        """Why the output can't be held to the grammar any longer."""
+
+    @property
+    def is_ready(self) -> bool:
+        """The grammar is compiled, or can't be."""
+        return self._compiled.done()
+
+    @property
+    def is_terminated(self) -> bool:
+        """The output is complete and a stop token has ended it."""
+        return self._matcher is not None and self._matcher.is_terminated()
+
+    def accept_token(self, token_id: int) -> bool:
+        """The output's next token. False, and `error` says why, if the grammar doesn't have it there."""
+        matcher = self._get_matcher()
+        if matcher is None:
+            return False
+        if matcher.is_terminated() or not matcher.accept_token(token_id):
+            self.error = (
+                f"token {token_id} isn't allowed by the grammar at this place: every token that is was forbidden by "
+                "allowed_token_ids, bad_words or a logits processor"
+            )
+        return self.error is None
+
+    def fill_bitmask(self, bitmask: np.ndarray, row: int, drafts: Sequence[int] = ()) -> None:
+        """Which tokens may come next: bit t % 32 of word t // 32 of `bitmask[row]`, i32. With drafts also row + i: what
+        may follow the first i of them. After a draft that the grammar refuses everything may, since it can't be
+        accepted."""
+        bitmask[row : row + len(drafts) + 1] = ALL_ALLOWED
+        matcher = self._get_matcher()
+        if matcher is None:
+            return
+        accepted = 0
+        for i, draft in enumerate((*drafts, None)):
+            if matcher.is_terminated():
+                break
+            matcher.fill_next_token_bitmask(bitmask, row + i)
+            if draft is None or not matcher.accept_token(draft):
+                break
+            accepted += 1
+        if accepted:
+            matcher.rollback(accepted)
+
+    def _get_matcher(self) -> xgrammar.GrammarMatcher | None:
+        if self._matcher is None and self.error is None:
+            import xgrammar
+
+            try:
+                self._matcher = xgrammar.GrammarMatcher(self._compiled.result(), override_stop_tokens=self._stop_ids)
+            except Exception as error:  # noqa: BLE001 - compilation failed, for whatever reason: the request ends with it
+                self.error = f"the grammar can't be compiled: {_reason(error)}"
+        return self._matcher if self.error is None else None
+
+
+class StructuredOutputManager:
+    """An engine's grammars. `vocab_size` is the model's, which may be more than the tokenizer's."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._compiled: OrderedDict[StructuredOutputsParams, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raises ValueError if `params` is no schema, expression or grammar; quick, since nothing is compiled."""
+        parse_grammar(params)
+
+    def start(self, params: StructuredOutputsParams, stop_ids: frozenset[int]) -> StructuredOutputRequest:
+        """Begins to compile the grammar, unless that is done, and returns at once.
+
+        Args:
+            stop_ids: those of the request, which end the output of a model that has no end-of-sequence id.
+
+        Raises:
+            ValueError: nothing could ever end the output.
+        """
+        assert self._tokenizer is not None, "the front door refuses structured_outputs without a tokenizer"
+        stop_ids = frozenset(self._tokenizer.eos_token_ids) or stop_ids
+        if not stop_ids:
+            raise ValueError("structured_outputs need a token that ends the output; give stop_token_ids")
+        compiled = self._compiled.get(params)
+        if compiled is None or (compiled.done() and compiled.exception() is not None):
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="runnerscope-grammar")
+            compiled = self._compiled[params] = self._executor.submit(self._compile, params)
+        self._compiled.move_to_end(params)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return StructuredOutputRequest(compiled, stop_ids)
+
+    def wait_for_one(self, requests: Iterable[StructuredOutputRequest], timeout: float) -> None:
+        """Returns when the grammar of one of `requests` is compiled, or after `timeout` seconds."""
+        wait([request._compiled for request in requests], timeout, FIRST_COMPLETED)
+
+    def grammar_bitmask(
+        self, requests: Sequence[StructuredOutputRequest], drafts: Sequence[Sequence[int]] | None = None
+    ) -> np.ndarray:
+        """i32 [rows, ceil(V / 32)], bit 1 for allowed: for each request a row, and one more for each of its drafts."""
+        drafts = [()] * len(requests) if drafts is None else drafts
+        counts = [len(own) + 1 for own in drafts]
+        bitmask = np.empty((sum(counts), -(-self._vocab_size // 32)), dtype=np.int32)
+        row = 0
+        for request, own, count in zip(requests, drafts, counts, strict=True):
+            request.fill_bitmask(bitmask, row, own)
+            row += count
+        return bitmask
+
+    def close(self) -> None:
+        """Ends the thread that compiles."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+    def _compile(self, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+        import xgrammar
+
+        if self._compiler is None:
+            assert self._tokenizer is not None
+            vocabulary, encoding = grammar_vocabulary(self._tokenizer, self._vocab_size)
+            info = xgrammar.TokenizerInfo(
+                vocabulary,
+                xgrammar.VocabType[encoding.upper()],
+                vocab_size=self._vocab_size,
+                stop_token_ids=list(self._tokenizer.eos_token_ids),
+            )
+            # Its own cache would hold what `_compiled` has let go.
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return self._compiler.compile_grammar(parse_grammar(params))
+
+
+def parse_grammar(params: StructuredOutputsParams) -> Any:
+    """The `xgrammar.Grammar` of `params`. Raises ValueError, with xgrammar's reason, if there is none."""
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ValueError(
+            f"structured_outputs need xgrammar, which can't be imported here ({error}); install "
+            "runnerscope[structured], or xgrammar itself"
+        ) from error
+    try:
+        if params.regex is not None:
+            return xgrammar.Grammar.from_regex(params.regex)
+        if params.grammar is not None:
+            return xgrammar.Grammar.from_ebnf(params.grammar)
+        if params.choice is not None:
+            # A JSON string is an EBNF literal, its escapes included.
+            return xgrammar.Grammar.from_ebnf(
+                "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+            )
+        schema = params.json if params.json is not None else '{"type": "object"}'
+        return xgrammar.Grammar.from_json_schema(schema, any_whitespace=not params.disable_any_whitespace)
+    except Exception as error:
+        value = getattr(params, params.kind)
+        raise ValueError(f"structured_outputs {params.kind}={value!r} can't be used: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """xgrammar's message without the time and the line of its source."""
+    text = re.sub(r"^\[[\d:]+\] \S+?:\d+: (Check failed: .*? is false: )?", "", str(error).strip())
+    return text.strip() or type(error).__name__
