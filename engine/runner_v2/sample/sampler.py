@@ -1,4 +1,4 @@
-"""Runner V2's sampler: filters, then Gumbel-max with counter-based noise.
+"""Runner V2's sampler: the logits are changed in the documented order, then a token is drawn by Gumbel-max.
 
 A sampled token is a pure function of (logits, seed, absolute position, purpose). Each feature is left out of a batch in
 which no request uses it, which the host knows from numpy mirrors; the device is never asked.
@@ -6,16 +6,36 @@ which no request uses it, which the host knows from numpy mirrors; the device is
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kernels import Purpose, gumbel_sample, sample_top_k_top_p
+from kernels import Purpose, apply_temperature, gumbel_sample, mask_top_k_top_p, sample_top_k_top_p
 
-from ...sample.filters import mask_stop_ids
-from ...sample.logprobs import LogprobsTensors, compute_logprobs
-from .states import NO_LOGPROBS, SamplingStates
+from ...sched_output import NewRequestData
+from .bad_words import BadWords
+from .logits_processors import LogitsProcessors, ProcessorCall
+from .logprobs import NO_LOGPROBS_PLAN, LogprobsPlan, SampledLogprobs, compute_logprobs, plan_logprobs
+from .penalties import Penalties
+from .states import SamplingStates
+from .structured_outputs import GrammarBitmask
+from .tables import DraftRows, TokenTable
+
+STAGES = (
+    ("structured_outputs",),
+    ("logprobs",),
+    ("allowed_token_ids", "logit_bias", "min_tokens"),
+    ("penalties",),
+    ("bad_words",),
+    ("logits_processors",),
+    ("temperature",),
+    ("min_p", "top_k", "top_p"),
+    ("draw",),
+)
+"""`ORDER` of engine/sample/order.py as V2 does it: what stands together is one kernel. Temperature and filters belong
+to the draw's own kernels, unless somebody wants to see the logits behind them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +43,7 @@ class SamplerOutput:
     """`sampled` i64 [l, 1]; `logprobs` None unless a request of the batch asked."""
 
     sampled: torch.Tensor
-    logprobs: LogprobsTensors | None
+    logprobs: SampledLogprobs | None
 
 
 @dataclass(frozen=True)
@@ -33,17 +53,57 @@ class SamplerPlan:
     all_greedy: bool = False
     filters: bool = False
     """Some row has a top_k, top_p or min_p."""
-    use_min_tokens: bool = False
-    num_logprobs: int = NO_LOGPROBS
+    logit_bias: bool = False
+    penalties: bool = False
+    max_bad_words: int = 0
+    processors: tuple[ProcessorCall, ...] = ()
+    logprobs: LogprobsPlan = NO_LOGPROBS_PLAN
+    """Of a batch with logprobs, or with anything else that stands above, no captured step can be used."""
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """l rows of logits: `idx_mapping` i32 [l], the state row of each; `positions` i64 [l], where the tokens to be
+    sampled will stand; `drafts`, where the batch has some; `grammar`, where the batch has one."""
+
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    drafts: DraftRows
+    grammar: GrammarBitmask | None = None
 
 
 class Sampler:
-    def __init__(self, states: SamplingStates, form: str) -> None:
+    def __init__(self, states: SamplingStates, form: str, tokens: TokenTable | None = None) -> None:
+        """Without `tokens` no request may use what looks at its tokens, and logprobs come in one piece."""
+        device, num_rows, ring_depth = states.device, states.num_rows, states.ring_depth
         self.states = states
+        self._may_split_logprobs = tokens is not None
+        if tokens is None:
+            tokens = TokenTable(*(device.zeros(0, dtype=torch.int32) for _ in TokenTable._fields))
+        self.penalties = Penalties(device, num_rows, states.vocab_size, ring_depth, form, tokens)
+        self.bad_words = BadWords(device, num_rows, ring_depth, form, tokens)
+        self.processors = LogitsProcessors(device, num_rows, tokens)
         self._form = form
+        # Without drafts every row is its request's first: [R] i32 of zeros, never written.
+        self._zeros = device.zeros(num_rows, dtype=torch.int32)
 
-    def plan(self, rows: np.ndarray) -> SamplerPlan:
-        """For the batch of these state rows, i32 [r]. Decided on the host; the device is never asked."""
+    def add_request(self, row: int, new: NewRequestData) -> None:
+        params = new.sampling_params
+        self.states.add_request(row, params, new.num_prompt_tokens, new.stop_token_ids, new.request_seed_index)
+        self.penalties.add_request(row, params, len(new.prefill_token_ids))
+        self.bad_words.add_request(row, params)
+        self.processors.add_request(row, params)
+
+    def apply_staged_writes(self) -> list[str]:
+        """Sends what `add_request` staged, after the requests' tokens; returns the names of the launches."""
+        features = (self.states, self.penalties, self.bad_words)
+        return [name for feature in features for name in feature.apply_staged_writes()]
+
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray | None = None) -> SamplerPlan:
+        """For the batch of these state rows, i32 [r], each with `num_logits` i32 [r] rows of logits (None: with one).
+
+        Decided on the host; the device is never asked. It holds for as long as the batch is the same.
+        """
         states = self.states
         all_greedy = bool((states.temperature.np[rows] == 0).all())
         filters = not all_greedy and bool(
@@ -51,34 +111,119 @@ class Sampler:
             or (states.top_p.np[rows] < 1).any()
             or (states.min_p.np[rows] > 0).any()
         )
+        asked = states.num_logprobs[rows]
         return SamplerPlan(
             all_greedy=all_greedy,
             filters=filters,
-            use_min_tokens=bool((states.min_len.np[rows] > 0).any()),
-            num_logprobs=int(states.num_logprobs[rows].max(initial=NO_LOGPROBS)),
+            logit_bias=states.logit_bias.in_use(rows),
+            penalties=self.penalties.in_use(rows),
+            max_bad_words=self.bad_words.max_words(rows),
+            processors=self.processors.calls(rows, num_logits),
+            logprobs=plan_logprobs(
+                states.device, asked if num_logits is None else asked.repeat(num_logits), self._may_split_logprobs
+            ),
         )
 
     def sample(
-        self, plan: SamplerPlan, logits: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor
+        self,
+        plan: SamplerPlan,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        drafts: DraftRows | None = None,
+        grammar: GrammarBitmask | None = None,
     ) -> SamplerOutput:
-        """Called on the stream. logits f32 [l, V], idx_mapping i32 [l], positions i64 [l] of the tokens
-        to be sampled."""
-        states = self.states
+        """Called on the stream; see `SampleRows` for the arguments.
+
+        logits f32 [l, V]: a grammar changes them in place, nothing else does.
+        """
+        rows = self.rows(idx_mapping, positions, drafts, grammar)
         raw = logits
-        if plan.use_min_tokens:
-            index = idx_mapping.long()
-            active = positions < states.min_len.gpu[index]
-            logits = mask_stop_ids(logits.clone(), states.stop_ids.gpu[index], active)
+        if grammar is not None:
+            grammar.apply(raw, self._form)
+        changes = self._changes(plan, rows)
+        if changes:
+            logits = raw.clone()
+            for _, change in changes:
+                change(logits)
+        sampled = self._draw(plan, logits, rows)
+        return SamplerOutput(sampled.unsqueeze(1), compute_logprobs(plan.logprobs, raw, sampled, self._form))
+
+    def rows(
+        self,
+        idx_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        drafts: DraftRows | None = None,
+        grammar: GrammarBitmask | None = None,
+    ) -> SampleRows:
+        """The rows of a step; without `drafts` each request has one."""
+        if drafts is None:
+            zeros = self._zeros[: idx_mapping.shape[0]]
+            drafts = DraftRows(zeros, zeros, 0)
+        return SampleRows(idx_mapping, positions, drafts, grammar)
+
+    def stages(
+        self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows
+    ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+        """Called on the stream, for who wants to see or needs the logits before the draw: each entry of `STAGES` that
+        this batch has, with the logits f32 [l, V] behind it: the same tensor every time. `logits` stay as they are."""
+        logits = logits.clone()
+        if rows.grammar is not None:
+            rows.grammar.apply(logits, self._form)
+            yield ("structured_outputs",), logits
+        states = self.states
+        changes = self._changes(plan, rows)
+        if not plan.all_greedy:
+            changes.append(
+                (
+                    ("temperature",),
+                    lambda x: apply_temperature(x, rows.idx_mapping, states.temperature.gpu, form=self._form),
+                )
+            )
         if plan.filters:
-            sampled = sample_top_k_top_p(
-                logits, idx_mapping, states.top_k.gpu, states.top_p.gpu, states.min_p.gpu, states.temperature.gpu,
-                states.seeds.gpu, positions, purpose=Purpose.SAMPLE, apply_temperature=True, form=self._form,
+            filters = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
+            changes.append(
+                (
+                    ("min_p", "top_k", "top_p"),
+                    lambda x: mask_top_k_top_p(x, rows.idx_mapping, *filters, form=self._form),
+                )
+            )
+        for names, change in changes:
+            change(logits)
+            yield names, logits
+
+    def _changes(
+        self, plan: SamplerPlan, rows: SampleRows
+    ) -> list[tuple[tuple[str, ...], Callable[[torch.Tensor], None]]]:
+        """What changes the logits of this batch between the logprobs and the temperature, in order."""
+        index, positions, drafts = rows.idx_mapping, rows.positions, rows.drafts
+        changes: dict[tuple[str, ...], Callable[[torch.Tensor], None]] = {}
+        if plan.logit_bias:
+            changes["allowed_token_ids", "logit_bias", "min_tokens"] = lambda x: self.states.logit_bias.apply(
+                x, index, positions
+            )
+        if plan.penalties:
+            changes[("penalties",)] = lambda x: self.penalties.apply(x, index, drafts)
+        if plan.max_bad_words:
+            changes[("bad_words",)] = lambda x: self.bad_words.apply(x, index, positions, drafts, plan.max_bad_words)
+        if plan.processors:
+            changes[("logits_processors",)] = lambda x: self.processors.apply(
+                plan.processors, x, index, positions, drafts
+            )
+        return list(changes.items())
+
+    def _draw(self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+        """A token of each row, i64 [l]; the kernels divide by the temperature and filter on the way."""
+        states = self.states
+        draw = (states.temperature.gpu, states.seeds.gpu, rows.positions)
+        if plan.filters:
+            filters = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
+            return sample_top_k_top_p(
+                logits, rows.idx_mapping, *filters, *draw, purpose=Purpose.SAMPLE, apply_temperature=True,
+                form=self._form,
             )  # fmt: skip
-        else:
-            sampled = gumbel_sample(
-                logits, idx_mapping, states.temperature.gpu, states.seeds.gpu, positions,
-                purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy, apply_temperature=True, form=self._form,
-            )  # fmt: skip
-        wanted = plan.num_logprobs != NO_LOGPROBS
-        logprobs = compute_logprobs(raw, sampled, plan.num_logprobs) if wanted else None
-        return SamplerOutput(sampled.unsqueeze(1), logprobs)
+        return gumbel_sample(
+            logits, rows.idx_mapping, *draw, purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy,
+            apply_temperature=True, form=self._form,
+        )  # fmt: skip
