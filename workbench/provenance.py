@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine import LLM
-from engine.bench.machine import commit
+from engine.bench.machine import commit, device_name
 from kernels import resolve_form
 
 
@@ -19,7 +19,7 @@ def describe(llm: LLM) -> dict[str, Any]:
     device = llm.config.torch_device
     return {
         "model": Path(llm.loaded.name).name,
-        "device": str(device),
+        "device": device_name(device) if device.type == "cuda" else str(device),
         "kernel_backend": resolve_form(llm.config.kernel_backend, torch.empty(0, device=device)),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
