@@ -23,7 +23,7 @@ from kernels.grammar_bitmask import apply_grammar_bitmask
 from kernels.gumbel import Purpose, gumbel_sample
 from kernels.head_rotation import HeadRotation
 from kernels.linear import max_rows, small_linear
-from kernels.logit_bias import LogitBiasTables, apply_logit_bias
+from kernels.logit_bias import LogitBiasTables, MaxLengths, apply_logit_bias
 from kernels.paged_attention import MAX_COUNTERS, decode_attention
 from kernels.penalties import PenaltyTables, apply_penalties
 from kernels.post_update import get_num_sampled_and_rejected, post_update
@@ -46,6 +46,7 @@ __all__ = [
     "BadWordsTables",
     "HeadRotation",
     "LogitBiasTables",
+    "MaxLengths",
     "PenaltyTables",
     "Purpose",
     "add_rms_norm",

@@ -10,6 +10,14 @@ from kernels.triton_support import launch, tl, triton
 NEG_INF = float("-inf")
 
 
+class MaxLengths(NamedTuple):
+    """No request of a batch has more ids in a list than this."""
+
+    allowed: int
+    biases: int
+    stop_ids: int
+
+
 class LogitBiasTables(NamedTuple):
     """One row a request. Lists start at column 0; a count of 0 switches a list off. No id comes twice in a list of
     biases; an id outside of the vocabulary means nothing."""
@@ -41,9 +49,13 @@ def apply_logit_bias(
     positions: torch.Tensor,
     tables: LogitBiasTables,
     *,
+    max_lengths: MaxLengths,
     form: str = "auto",
 ) -> None:
     """Forbid all but the allowed ids, then add the biases, then forbid the stop ids where position < min_len.
+
+    Args:
+        max_lengths: the longest lists of the batch, which the host knows.
 
     Raises:
         ValueError: a wrong dtype, rank, length or form.
@@ -56,7 +68,7 @@ def apply_logit_bias(
         check_tensors(torch.float32 if name == "biases" else torch.int32, 2 if table.dim() == 2 else 1, **{name: table})
     form = resolve_form(form, logits)
     if form == "torch":
-        _torch(logits, expanded_idx_mapping[:num_logits], positions[:num_logits], tables)
+        _torch(logits, expanded_idx_mapping[:num_logits], positions[:num_logits], tables, max_lengths)
     elif form == "loop":
         _loop(logits, expanded_idx_mapping, positions, tables)
     else:
@@ -108,32 +120,37 @@ def _loop(
 
 
 def _torch(
-    logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, positions: torch.Tensor, tables: LogitBiasTables
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    tables: LogitBiasTables,
+    max_lengths: MaxLengths,
 ) -> None:
     vocab_size = logits.shape[1]
     is_row, rows = expanded_idx_mapping >= 0, expanded_idx_mapping.clamp(min=0).long()
 
-    def listed(ids: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def listed(ids: torch.Tensor, count: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids of each logits row, 0 where there is none, and where there is one."""
-        slot = torch.arange(ids.shape[1], device=ids.device)
-        found = ids[rows]
+        slot = torch.arange(width, device=ids.device)
+        found = ids[rows, :width]
         valid = (slot < count[rows].unsqueeze(1)) & is_row.unsqueeze(1) & (found >= 0) & (found < vocab_size)
         return torch.where(valid, found, 0).long(), valid
 
-    ids, valid = listed(tables.allowed_ids, tables.num_allowed)
-    # Slots without an id point at one column more than there are.
-    kept = logits.new_zeros(logits.shape[0], vocab_size + 1, dtype=torch.bool)
-    kept.scatter_(1, torch.where(valid, ids, vocab_size), True)
-    limited = is_row & (tables.num_allowed[rows] > 0)
-    logits.masked_fill_(~kept[:, :vocab_size] & limited.unsqueeze(1), NEG_INF)
-
-    ids, valid = listed(tables.bias_ids, tables.num_biases)
-    logits.scatter_add_(1, ids, torch.where(valid, tables.biases[rows], 0.0))
-
-    ids, valid = listed(tables.stop_ids, tables.num_stop_ids)
-    forbidden = valid & (positions < tables.min_len[rows]).unsqueeze(1)
-    # Slots without an id point at token 0: amin keeps its logit unless another slot forbids it.
-    logits.scatter_reduce_(1, ids, torch.where(forbidden, NEG_INF, logits.gather(1, ids)), reduce="amin")
+    if max_lengths.allowed:
+        ids, valid = listed(tables.allowed_ids, tables.num_allowed, max_lengths.allowed)
+        # Slots without an id point at one column more than there are.
+        kept = logits.new_zeros(logits.shape[0], vocab_size + 1, dtype=torch.bool)
+        kept.scatter_(1, torch.where(valid, ids, vocab_size), True)
+        limited = is_row & (tables.num_allowed[rows] > 0)
+        logits.masked_fill_(~kept[:, :vocab_size] & limited.unsqueeze(1), NEG_INF)
+    if max_lengths.biases:
+        ids, valid = listed(tables.bias_ids, tables.num_biases, max_lengths.biases)
+        logits.scatter_add_(1, ids, torch.where(valid, tables.biases[rows, : max_lengths.biases], 0.0))
+    if max_lengths.stop_ids:
+        ids, valid = listed(tables.stop_ids, tables.num_stop_ids, max_lengths.stop_ids)
+        forbidden = valid & (positions < tables.min_len[rows]).unsqueeze(1)
+        # Slots without an id point at token 0: amin keeps its logit unless another slot forbids it.
+        logits.scatter_reduce_(1, ids, torch.where(forbidden, NEG_INF, logits.gather(1, ids)), reduce="amin")
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import BadWordsTables, LogitBiasTables, PenaltyTables
+from kernels import BadWordsTables, LogitBiasTables, MaxLengths, PenaltyTables
 
 NEG_INF = float("-inf")
 MAX_WORDS, MAX_WORD_TOKENS = 5, 16
@@ -104,6 +104,10 @@ def bias_tables(seed: int, *, vocab: int, max_reqs: int = 6, width: int = 7) -> 
         stop_ids=stop_ids,
         min_len=dice.numbers(0, 45, max_reqs).int(),
     )
+
+
+def longest(tables: LogitBiasTables) -> MaxLengths:
+    return MaxLengths(*(int(x.max()) for x in (tables.num_allowed, tables.num_biases, tables.num_stop_ids)))
 
 
 def penalty_tables(seed: int, *, vocab: int, max_reqs: int = 6) -> PenaltyTables:

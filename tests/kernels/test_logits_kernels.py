@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import BadWordsTables, LogitBiasTables, PenaltyTables
+from kernels import BadWordsTables, LogitBiasTables, MaxLengths, PenaltyTables
 from tests.kernels.sampling_batches import (
     MAX_WORDS,
     SamplingBatch,
     bad_words_tables,
     bias_tables,
+    longest,
     penalty_tables,
     sampling_batch,
 )
@@ -61,7 +62,7 @@ def test_logit_bias(seed: int, vocab: int, num_reqs: int, max_drafts: int) -> No
         batch,
         expected,
         lambda logits, form: kernels.apply_logit_bias(
-            logits, batch.expanded_idx_mapping, batch.positions, t, form=form
+            logits, batch.expanded_idx_mapping, batch.positions, t, max_lengths=longest(t), form=form
         ),
     )
 
@@ -74,7 +75,9 @@ def test_the_order_within_logit_bias(form: str) -> None:
         i32(3).view(1, 1), i32(5),
     )  # fmt: skip
     logits = torch.zeros(3, 5)
-    kernels.apply_logit_bias(logits, i32(0, 0, 0), torch.tensor([4, 5, 6]), tables, form=form)
+    kernels.apply_logit_bias(
+        logits, i32(0, 0, 0), torch.tensor([4, 5, 6]), tables, max_lengths=MaxLengths(2, 3, 1), form=form
+    )
     assert logits.tolist() == [
         [NEG_INF, 1.0, NEG_INF, NEG_INF, NEG_INF],
         *[[NEG_INF, 1.0, NEG_INF, 2.0, NEG_INF]] * 2,
@@ -232,7 +235,7 @@ def test_a_row_does_not_depend_on_its_batch(form: str) -> None:
 
     def run(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, b: list, p: list) -> torch.Tensor:
         zeros = torch.zeros(len(rows), dtype=torch.int32)
-        kernels.apply_logit_bias(logits, rows, positions, LogitBiasTables(*b), form=form)
+        kernels.apply_logit_bias(logits, rows, positions, LogitBiasTables(*b), max_lengths=longest(bias), form=form)
         kernels.apply_penalties(logits, rows, zeros, zeros, PenaltyTables(*p), max_drafts=0, form=form)
         return logits
 

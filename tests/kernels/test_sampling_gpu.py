@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import kernels
-from tests.kernels.sampling_batches import MAX_WORDS, bad_words_tables, bias_tables, penalty_tables, sampling_batch
+from tests.kernels.sampling_batches import (
+    MAX_WORDS,
+    bad_words_tables,
+    bias_tables,
+    longest,
+    penalty_tables,
+    sampling_batch,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +44,12 @@ def test_compiled_kernels(seed: int, vocab: int) -> None:
         grammar_rows = torch.tensor([1, 0], dtype=torch.int32, device=device)
         kernels.apply_grammar_bitmask(logits, grammar_rows, bitmask.to(device), form=form)
         kernels.apply_logit_bias(
-            logits, rows, positions, kernels.LogitBiasTables(*(x.to(device) for x in bias)), form=form
+            logits,
+            rows,
+            positions,
+            kernels.LogitBiasTables(*(x.to(device) for x in bias)),
+            max_lengths=longest(bias),
+            form=form,
         )
         kernels.apply_penalties(logits, rows, local, tokens, tables, max_drafts=3, form=form)
         kernels.apply_bad_words(

@@ -11,6 +11,7 @@ from tests.kernels.sampling_batches import (
     MAX_WORDS,
     bad_words_tables,
     bias_tables,
+    longest,
     penalty_tables,
     sampling_batch,
 )
@@ -35,6 +36,7 @@ def calls(device: str, form: str, num_reqs: int) -> list[Callable[[], object]]:
             batch.idx_mapping,
         )
     )
+    lengths = longest(bias_tables(1, vocab=VOCAB))
     bias = kernels.LogitBiasTables(*(x.to(device) for x in bias_tables(1, vocab=VOCAB)))
     penalties = kernels.PenaltyTables(*(x.to(device) for x in penalty_tables(1, vocab=VOCAB)))
     words = kernels.BadWordsTables(*(x.to(device) for x in bad_words_tables(1, vocab=VOCAB)))
@@ -42,7 +44,7 @@ def calls(device: str, form: str, num_reqs: int) -> list[Callable[[], object]]:
     starts = torch.arange(7, dtype=torch.int32, device=device)
     bitmask = torch.ones(2, 4, dtype=torch.int32, device=device)
     return [
-        partial(kernels.apply_logit_bias, logits, rows, positions, bias, form=form),
+        partial(kernels.apply_logit_bias, logits, rows, positions, bias, max_lengths=lengths, form=form),
         partial(kernels.apply_penalties, logits, rows, local, tokens, penalties, max_drafts=3, form=form),
         partial(
             kernels.apply_bad_words, logits, rows, local, tokens, positions, history, prompt_len, words,

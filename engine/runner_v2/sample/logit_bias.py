@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels import LogitBiasTables, apply_logit_bias
+from kernels import LogitBiasTables, MaxLengths, apply_logit_bias
 
 from ...device import Device
 from ...sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
@@ -66,10 +66,15 @@ class LogitBias:
         }
         return [name for name, table in tables.items() if table.apply(name)]
 
-    def in_use(self, rows: np.ndarray) -> bool:
-        """Whether a request of these state rows uses it."""
-        return any(bool(table.np[rows].any()) for table in (self.num_allowed, self.num_biases, self.num_stop_ids))
+    def max_lengths(self, rows: np.ndarray) -> MaxLengths | None:
+        """The longest lists that requests of these state rows have; None if they have none."""
+        lengths = MaxLengths(
+            *(int(table.np[rows].max(initial=0)) for table in (self.num_allowed, self.num_biases, self.num_stop_ids))
+        )
+        return lengths if any(lengths) else None
 
-    def apply(self, logits: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor) -> None:
+    def apply(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor, max_lengths: MaxLengths
+    ) -> None:
         """Called on the stream; logits f32 [l, V] changed in place, idx_mapping i32 [l], positions i64 [l]."""
-        apply_logit_bias(logits, idx_mapping, positions, self._tables, form=self._form)
+        apply_logit_bias(logits, idx_mapping, positions, self._tables, max_lengths=max_lengths, form=self._form)

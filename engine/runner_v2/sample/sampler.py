@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels import Purpose, apply_temperature, gumbel_sample, mask_top_k_top_p, sample_top_k_top_p
+from kernels import MaxLengths, Purpose, apply_temperature, gumbel_sample, mask_top_k_top_p, sample_top_k_top_p
 
 from ...sched_output import NewRequestData
 from .bad_words import BadWords
@@ -53,7 +53,7 @@ class SamplerPlan:
     all_greedy: bool = False
     filters: bool = False
     """Some row has a top_k, top_p or min_p."""
-    logit_bias: bool = False
+    logit_bias: MaxLengths | None = None
     penalties: bool = False
     max_bad_words: int = 0
     processors: tuple[ProcessorCall, ...] = ()
@@ -115,7 +115,7 @@ class Sampler:
         return SamplerPlan(
             all_greedy=all_greedy,
             filters=filters,
-            logit_bias=states.logit_bias.in_use(rows),
+            logit_bias=states.logit_bias.max_lengths(rows),
             penalties=self.penalties.in_use(rows),
             max_bad_words=self.bad_words.max_words(rows),
             processors=self.processors.calls(rows, num_logits),
@@ -199,9 +199,9 @@ class Sampler:
         """What changes the logits of this batch between the logprobs and the temperature, in order."""
         index, positions, drafts = rows.idx_mapping, rows.positions, rows.drafts
         changes: dict[tuple[str, ...], Callable[[torch.Tensor], None]] = {}
-        if plan.logit_bias:
+        if (lengths := plan.logit_bias) is not None:
             changes["allowed_token_ids", "logit_bias", "min_tokens"] = lambda x: self.states.logit_bias.apply(
-                x, index, positions
+                x, index, positions, lengths
             )
         if plan.penalties:
             changes[("penalties",)] = lambda x: self.penalties.apply(x, index, drafts)
