@@ -16,6 +16,7 @@ from engine.runner_v2.sample.sampler import STAGES
 from engine.runner_v2.sample.structured_outputs import GrammarBitmask
 from engine.sample.logits_processors import LogitsProcessor, LogitsRows
 from engine.sample.order import ORDER
+from engine.sample.structured_outputs_params import StructuredOutputsParams
 from kernels import Purpose, gumbel_sample, post_update
 from tests.engine.sampler_bench import SamplerBench, sampler_bench
 from tests.engine.sampling_reference import processed
@@ -320,6 +321,16 @@ def test_a_grammar_binds_the_token_and_its_logprobs(form: str) -> None:
     own = right[0, VOCAB + [33, 35].index(int(out.sampled[1, 0]))]
     torch.testing.assert_close(few.logprobs[1, 0].double(), own, atol=1e-5, rtol=1e-5)
     assert few.logprobs[1, 3] == NEG_INF
+
+
+def test_a_batch_with_a_grammar_is_like_no_captured_one() -> None:
+    with sampler_bench() as bench:
+        rows = [
+            bench.add([1], SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="a+"))),
+            bench.add([1], SamplingParams(temperature=0)),
+        ]
+        assert bench.plan(rows) == SamplerPlan(all_greedy=True, structured_outputs=True)
+        assert bench.plan(rows[1:]) == SamplerPlan(all_greedy=True)
 
 
 def test_no_grammar_rows_upload_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from engine import SamplingParams
 from engine.runner_v2.sample import logprobs, prompt_logprobs
 from engine.runner_v2.sample.logprobs import NO_LOGPROBS, row_to_dict
-from engine.runner_v2.sample.prompt_logprobs import PromptLogprobsStates, chunk_rows
+from engine.runner_v2.sample.prompt_logprobs import chunk_rows
 from tests.engine.sampler_bench import SamplerBench, sampler_bench
 from tests.kernels.live_bytes import LiveBytes
 
@@ -96,7 +96,7 @@ class Prompts:
     def __init__(self, bench: SamplerBench, vocab: int = VOCAB) -> None:
         generator = torch.Generator().manual_seed(1)
         self.bench = bench
-        self.feature = PromptLogprobsStates(bench.device, bench.states.num_rows, bench.form, bench.tokens)
+        self.feature = bench.sampler.prompt_logprobs
         self.embedding = torch.randn(vocab, HIDDEN, generator=generator)
         self.head = torch.randn(HIDDEN, vocab, generator=generator)
         self.logits_rows: list[int] = []
@@ -107,9 +107,7 @@ class Prompts:
 
     def add(self, prompt: list[int], k: int | None, output: list[int] | None = None) -> int:
         params = SamplingParams(prompt_logprobs=k)
-        row = self.bench.add(prompt, params, output or [])
-        self.feature.add_request(row, params, len(prompt), len(prompt) + len(output or []))
-        return row
+        return self.bench.add(prompt, params, output or [])
 
     def step(self, rows: list[int], computed: list[int], counts: list[int]) -> dict[int, tuple[int, list[dict]]]:
         """One step; row -> first position and entries."""

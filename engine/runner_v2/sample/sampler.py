@@ -19,6 +19,7 @@ from .bad_words import BadWords
 from .logits_processors import LogitsProcessors, ProcessorCall
 from .logprobs import NO_LOGPROBS_PLAN, LogprobsPlan, SampledLogprobs, compute_logprobs, plan_logprobs
 from .penalties import Penalties
+from .prompt_logprobs import PromptLogprobsStates
 from .states import SamplingStates
 from .structured_outputs import GrammarBitmask
 from .tables import DraftRows, TokenTable
@@ -53,6 +54,8 @@ class SamplerPlan:
     all_greedy: bool = False
     filters: bool = False
     """Some row has a top_k, top_p or min_p."""
+    structured_outputs: bool = False
+    """Some row has a grammar, whose bitmap comes when the step is under way."""
     logit_bias: MaxLengths | None = None
     penalties: bool = False
     max_bad_words: int = 0
@@ -83,6 +86,7 @@ class Sampler:
         self.penalties = Penalties(device, num_rows, states.vocab_size, ring_depth, form, tokens)
         self.bad_words = BadWords(device, num_rows, ring_depth, form, tokens)
         self.processors = LogitsProcessors(device, num_rows, tokens)
+        self.prompt_logprobs = PromptLogprobsStates(device, num_rows, form, tokens)
         self._form = form
         # Without drafts every row is its request's first: [R] i32 of zeros, never written.
         self._zeros = device.zeros(num_rows, dtype=torch.int32)
@@ -93,6 +97,7 @@ class Sampler:
         self.penalties.add_request(row, params, len(new.prefill_token_ids))
         self.bad_words.add_request(row, params)
         self.processors.add_request(row, params)
+        self.prompt_logprobs.add_request(row, params, new.num_prompt_tokens, len(new.prefill_token_ids))
 
     def apply_staged_writes(self) -> list[str]:
         """Sends what `add_request` staged, after the requests' tokens; returns the names of the launches."""
@@ -115,6 +120,7 @@ class Sampler:
         return SamplerPlan(
             all_greedy=all_greedy,
             filters=filters,
+            structured_outputs=bool(states.structured_outputs[rows].any()),
             logit_bias=states.logit_bias.max_lengths(rows),
             penalties=self.penalties.in_use(rows),
             max_bad_words=self.bad_words.max_words(rows),

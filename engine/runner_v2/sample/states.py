@@ -45,6 +45,7 @@ class SamplingStates:
         self.seeds = uva(torch.int64)
         self.logit_bias = LogitBias(device, self.num_rows, ring_depth, form)
         self.num_logprobs = np.full(max_num_reqs, NO_LOGPROBS, dtype=np.int32)
+        self.structured_outputs = np.zeros(max_num_reqs, dtype=bool)
 
     def add_request(
         self, row: int, params: SamplingParams, prompt_len: int, stop_ids: frozenset[int], request_seed_index: int
@@ -57,6 +58,7 @@ class SamplingStates:
         set_if_new(self.seeds, row, seed)
         self.logit_bias.add_request(row, params, prompt_len, stop_ids)
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.structured_outputs[row] = params.structured_outputs is not None
 
     def apply_staged_writes(self) -> list[str]:
         """Sends what changed; returns the names of the launches."""
