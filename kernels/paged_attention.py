@@ -11,7 +11,7 @@ from kernels.triton_support import can_launch_early, launch
 
 MAX_COUNTERS = 1024
 _MAX_SPLITS = 32
-_PROGRAMS = 512
+_FEW_ROWS = 16
 _LOG2_E = 1.4426950408889634
 
 
@@ -99,7 +99,7 @@ def _launch(
         statistics = torch.empty(2, *shape, dtype=torch.float32, device=qkv.device)
         if counters is None:
             counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=qkv.device)
-    block_n, num_warps, num_stages = _tile(splits)
+    block_n, num_warps, num_stages = _tile(num_rows, splits)
     early = start_early and can_launch_early(form, qkv)
     launch(
         decode_attention_kernel,
@@ -142,11 +142,17 @@ def _launch(
 
 
 def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """How many programs share one request's context for one KV head: about four for each multiprocessor in all."""
-    wanted = _PROGRAMS // max(1, num_rows * num_kv_heads)
+    """How many programs share one request's context for one KV head.
+
+    In all about four for each multiprocessor where rows are few, for the sake of combining; else what fills it, about
+    sixteen of a warp each, so that programs with long contexts don't end alone.
+    """
+    wanted = (512 if num_rows <= _FEW_ROWS else 2048) // max(1, num_rows * num_kv_heads)
     return 1 << max(0, min(_MAX_SPLITS, wanted).bit_length() - 1)
 
 
-def _tile(splits: int) -> tuple[int, int, int]:
+def _tile(num_rows: int, splits: int) -> tuple[int, int, int]:
     """Tokens of a read, warps and pipeline depth: the fastest of those measured on an H200."""
-    return (32, 1, 2) if splits == 1 else (64, 2, 2) if splits < _MAX_SPLITS else (16, 2, 2)
+    if num_rows > _FEW_ROWS or splits == 1:
+        return 32, 1, 2
+    return (64, 2, 2) if splits < _MAX_SPLITS else (16, 2, 2)

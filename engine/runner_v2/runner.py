@@ -263,7 +263,11 @@ class ModelRunnerV2:
         )
 
     def _make_batch(self, scheduler_output: SchedulerOutput) -> InputBatch:
-        """The step's index, from the host's numpy mirrors alone. Sorted by scheduled tokens, so decodes come first."""
+        """The step's index, from the host's numpy mirrors alone.
+
+        Sorted by scheduled tokens, so decodes come first; of those the one with the longest context first: a kernel
+        whose programs take the rows in turn then does not end with the long ones.
+        """
         scheduled, states, last = scheduler_output.num_scheduled_tokens, self.req_states, self.last_batch
         if scheduled is self._last_scheduled and last is not None:
             computed, rows = states.num_computed_tokens_np[last.idx_mapping_np], last.idx_mapping_np
@@ -273,10 +277,12 @@ class ModelRunnerV2:
                 has_prefill=bool((computed < states.prefill_len.np[rows]).any()),
             )
         self._last_scheduled = scheduled
-        req_ids = tuple(sorted(scheduled, key=lambda req_id: scheduled[req_id]))
-        counts = np.fromiter((scheduled[req_id] for req_id in req_ids), dtype=np.int32, count=len(req_ids))
-        rows = np.fromiter((states.req_id_to_index[req_id] for req_id in req_ids), dtype=np.int32, count=len(req_ids))
-        num_reqs, num_tokens = len(req_ids), int(counts.sum())
+        ids, num_reqs = tuple(scheduled), len(scheduled)
+        counts = np.fromiter(scheduled.values(), dtype=np.int32, count=num_reqs)
+        rows = np.fromiter((states.req_id_to_index[req_id] for req_id in ids), dtype=np.int32, count=num_reqs)
+        order = np.lexsort((-states.num_computed_tokens_np[rows], counts))
+        req_ids, counts, rows = tuple(ids[i] for i in order), counts[order], rows[order]
+        num_tokens = int(counts.sum())
         size = choose_descriptor(
             num_reqs, num_tokens, self.config.cudagraph_capture_sizes, self.max_num_reqs, self.max_num_tokens
         )

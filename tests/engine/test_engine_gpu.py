@@ -65,8 +65,7 @@ def test_v2_never_waits_inside_a_step(engine: LLM, observed: bool) -> None:
     assert engine.hooks.errors == []
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize(("async_scheduling", "enforce_eager"), [(True, False), (False, True)])
 def test_the_runners_agree(loaded: LoadedModel, async_scheduling: bool, enforce_eager: bool) -> None:
     """Chunked prompts, prefix hits, more requests than rows, and too few blocks for all of them at once."""
     asked = prompts(24, 400, seed=1)

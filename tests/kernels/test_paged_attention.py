@@ -81,7 +81,7 @@ def test_decode(form: str, shape: str, splits: int) -> None:
 
 
 def test_splits_follow_from_sizes_alone() -> None:
-    assert [num_splits(rows, 8) for rows in (0, 1, 2, 8, 16, 64, 256)] == [32, 32, 32, 8, 4, 1, 1]
+    assert [num_splits(rows, 8) for rows in (0, 1, 2, 8, 16, 17, 64, 128, 256)] == [32, 32, 32, 8, 4, 8, 4, 2, 1]
     # Every pair of a row and a KV head that is split has a counter.
     assert (
         max(rows * heads for rows in range(600) for heads in (1, 3, 8) if num_splits(rows, heads) > 1) <= MAX_COUNTERS

@@ -151,8 +151,8 @@ def test_padding_of_a_graph_changes_no_slot_and_no_logit() -> None:
     assert sorted(slots) == sorted([(5, 2), (7, 2), (8, 3)])
     assert (changed == changed[0, 0]).all()
     assert (caches[1][:, :, -1, -1] == 0.125).all() and (caches[1][:, :, 0] == 0.125).all()
-    # 3 and 4 rows may go through different matrix kernels, so the last bits may differ.
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+    # 3 and 4 rows may go through different matrix kernels, which ones depends on the processor: the last bits differ.
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
 
 
 class _NoHostRead(TorchDispatchMode):
