@@ -20,10 +20,11 @@ from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_
 from kernels.dispatch import FORMS, resolve_form
 from kernels.gather_block_tables import gather_block_tables
 from kernels.grammar_bitmask import apply_grammar_bitmask
-from kernels.gumbel import Purpose, gumbel_sample
+from kernels.gumbel import gumbel_sample
 from kernels.head_rotation import HeadRotation
 from kernels.linear import max_rows, small_linear
 from kernels.logit_bias import LogitBiasTables, MaxLengths, apply_logit_bias
+from kernels.noise import Purpose, gumbel_noise
 from kernels.paged_attention import MAX_COUNTERS, decode_attention
 from kernels.penalties import PenaltyTables, apply_penalties
 from kernels.post_update import get_num_sampled_and_rejected, post_update
@@ -63,6 +64,7 @@ __all__ = [
     "expand_idx_mapping",
     "gather_block_tables",
     "get_num_sampled_and_rejected",
+    "gumbel_noise",
     "gumbel_sample",
     "mask_top_k_top_p",
     "max_rows",

@@ -1,35 +1,23 @@
 """Kernel 18: sample by Gumbel-max with counter-based noise.
 
-The noise of a token is Philox with the request's seed as key and (token, position, purpose) as counter. A choice is
-thus a pure function of (logits, seed, position, purpose): never of its row or its batch. Each purpose has a stream of
-its own; a drafter that shared the stream of the residual resample would bias the output, since a rejection tells
-something about the noise that led to the draft.
-
-Tokens come in tiles of 4 * LANES: token 4 * LANES * tile + LANES * w + lane has word w of counter LANES * tile + lane.
-So one evaluation serves four tokens, and neighbouring lanes read neighbouring logits.
+A choice is a pure function of (logits, seed, position, purpose): never of its row or its batch. Its noise: noise.py.
 """
 
 import math
-from enum import IntEnum
 
 import torch
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.philox import philox, philox_words, uniform, uniform_of_word
+from kernels.noise import (
+    LANES,
+    MIN_UNIFORM,
+    Purpose,
+    gumbel_noise,
+    log_exponential,
+    log_exponential_triton,
+    word_of,
+)
 from kernels.triton_support import launch, tl, triton
-
-LANES = 256
-# Below the smallest positive uniform (2^-31), so that u = 0 gives a finite noise too: at most 22.2.
-_MIN_UNIFORM = 2.0**-32
-
-
-class Purpose(IntEnum):
-    """What a random number is for; each purpose draws from its own stream."""
-
-    SAMPLE = 0
-    DRAFT = 1
-    ACCEPT = 2
-    RESAMPLE = 3
 
 
 def gumbel_sample(
@@ -105,7 +93,7 @@ def gumbel_sample(
         form=form,
         ALL_GREEDY=all_greedy,
         APPLY_TEMPERATURE=apply_temperature,
-        MIN_UNIFORM=_MIN_UNIFORM,
+        MIN_UNIFORM=MIN_UNIFORM,
         LANES=LANES,
     )
     launch(
@@ -128,24 +116,11 @@ def _choose(logits: list[float], temperature: float, seed: int, position: int, p
     for token, logit in enumerate(logits):
         score = logit
         if temperature != 0.0:
-            tile, within = divmod(token, 4 * LANES)
-            which, lane = divmod(within, LANES)
-            word = philox_words(seed, tile * LANES + lane, position, purpose, position >> 32)[which]
             # logit / T + noise and logit + T * noise have the same argmax, and the latter is greedy at T = 0.
-            score = logit - scale * log_exponential(word)
+            score = logit - scale * log_exponential(word_of(seed, position, purpose, token))
         if score > best_score:
             best, best_score = token, score
     return best
-
-
-def log_exponential(word: int) -> float:
-    """Return log E of an exponential variate E from one Philox word; -log E is Gumbel noise, in -2.82 .. 22.19."""
-    return math.log(-math.log1p(-max(uniform_of_word(word), _MIN_UNIFORM)))
-
-
-def log_exponential_torch(words: torch.Tensor) -> torch.Tensor:
-    """As `log_exponential`, for i32 words of any shape; f32. Small u matter most: -log(1 - u) would round them away."""
-    return uniform(words).clamp_(min=_MIN_UNIFORM).neg_().log1p_().neg_().log_()
 
 
 def _torch(
@@ -157,27 +132,11 @@ def _torch(
     purpose: int,
     apply_temperature: bool,
 ) -> torch.Tensor:
-    num_logits, vocab_size = logits.shape
-    num_tiles = -(-vocab_size // (4 * LANES))
-    rows = expanded_idx_mapping[:num_logits].clamp(min=0).long()
-    counter = torch.arange(num_tiles * LANES, device=logits.device)
-    position = positions[:num_logits].unsqueeze(1)
-    stream = torch.full_like(position, purpose)
-    words = philox(seeds[rows].unsqueeze(1), counter, position, stream, position >> 32)
-    tiles = torch.stack([word.view(num_logits, num_tiles, LANES) for word in words], dim=2)
-    noise = log_exponential_torch(tiles.view(num_logits, num_tiles * 4 * LANES)[:, :vocab_size])
+    rows = expanded_idx_mapping[: logits.shape[0]].clamp(min=0).long()
+    noise = gumbel_noise(seeds[rows], positions, logits.shape[1], purpose=purpose)
     t = temperature[rows].unsqueeze(1)
-    # Multiply, then subtract: a fused step could round a row's last columns unlike the same row in another batch.
-    return (logits - noise.mul_(t if apply_temperature else (t != 0).float())).argmax(dim=-1)
-
-
-@triton.jit
-def _log_exponential(words, MIN_UNIFORM: tl.constexpr):
-    u = tl.maximum(tl.uint_to_uniform_float(words), MIN_UNIFORM)
-    # -log1p(-u) from log alone: the rounding error of 1 - u cancels in the quotient. The interpreter has no log1p.
-    rest = 1.0 - u
-    lost = 1.0 - rest
-    return tl.log(tl.where(lost == 0.0, u, -tl.log(rest) * (u / tl.where(lost == 0.0, 1.0, lost))))
+    # Multiply, then add: a fused step could round a row's last columns unlike the same row in another batch.
+    return (logits + noise.mul_(t if apply_temperature else (t != 0).float())).argmax(dim=-1)
 
 
 @triton.jit
@@ -188,7 +147,7 @@ def _scores(logits_ptr, token, vocab_size, words, scale, ALL_GREEDY: tl.constexp
     if ALL_GREEDY:
         return logit
     else:
-        return logit - scale * _log_exponential(words, MIN_UNIFORM)
+        return logit - scale * log_exponential_triton(words, MIN_UNIFORM)
 
 
 @triton.jit(do_not_specialize=["purpose"])

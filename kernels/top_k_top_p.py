@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.gumbel import _MIN_UNIFORM, LANES, Purpose, gumbel_sample
+from kernels.gumbel import gumbel_sample
+from kernels.noise import LANES, MIN_UNIFORM, Purpose
 from kernels.top_k_top_p_apply import mask_kernel, reduce_rest_kernel, sample_rest_kernel
 from kernels.top_k_top_p_cut import cut_kernel, tile_kernel
 from kernels.top_k_top_p_forms import mask_loop, mask_torch
@@ -142,7 +143,7 @@ def sample_top_k_top_p(
         best_token,
         form=form,
         SCALE=apply_temperature,
-        MIN_UNIFORM=_MIN_UNIFORM,
+        MIN_UNIFORM=MIN_UNIFORM,
         LANES=LANES,
         SPLITS=_SPLITS,
     )
@@ -233,7 +234,7 @@ def _find_cuts(
         candidates,
         cut,
         *draw,
-        MIN_UNIFORM=_MIN_UNIFORM,
+        MIN_UNIFORM=MIN_UNIFORM,
         LANES=LANES,
         **tiling,
     )

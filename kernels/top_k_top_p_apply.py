@@ -1,6 +1,6 @@
 """What cuts (see top_k_top_p_cut.py) are for: the mask, and the draw of rows whose candidates didn't give the token."""
 
-from kernels.gumbel import _log_exponential
+from kernels.noise import log_exponential_triton
 from kernels.top_k_top_p_cut import key_of, load_scaled
 from kernels.triton_support import tl, triton
 
@@ -61,7 +61,7 @@ def sample_rest_kernel(
             words = w0 if word == 0 else (w1 if word == 1 else (w2 if word == 2 else w3))
             x = load_scaled(logits_ptr + row * logits_stride, token, token < vocab_size, divisor, SCALE)
             key = key_of(x)
-            score = x - scale * _log_exponential(words, MIN_UNIFORM)
+            score = x - scale * log_exponential_triton(words, MIN_UNIFORM)
             kept = (key > cut_key) | ((key == cut_key) & (token <= cut_id))
             better = kept & (score > best)
             best_token = tl.where(better, token, best_token)

@@ -15,7 +15,7 @@ The logits are read once: for the maximum of each tile. The k-th largest maximum
 so that the few tiles above it hold all that matters; their tokens above it, the candidates, fit into registers.
 """
 
-from kernels.gumbel import _log_exponential
+from kernels.noise import log_exponential_triton
 from kernels.triton_support import tl, triton
 
 
@@ -249,7 +249,7 @@ def cut_kernel(
             word = ids // LANES % 4
             words = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
             scale = (tl.load(temperature_ptr + state) != 0.0).to(tl.float32)
-            score = tl.where(kept, value_of(keys) - scale * _log_exponential(words, MIN_UNIFORM), float("-inf"))
+            score = tl.where(kept, value_of(keys) - scale * log_exponential_triton(words, MIN_UNIFORM), float("-inf"))
             winners = kept & (score == tl.max(score, axis=0))
             tl.store(sampled_ptr + row, tl.min(tl.where(winners, ids, 2147483647), axis=0).to(tl.int64))
     tl.store(cut_ptr, status)

@@ -280,12 +280,15 @@ def test_stages_come_in_order_and_end_in_what_is_drawn_from() -> None:
         **(EVERYTHING | {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "logits_processors": (NotTwice(),)})
     )
     with sampler_bench() as bench:
-        rows = [bench.add([1, 2, i], params, [6, 1], (8, 9)) for i in range(3)]
+        rows = [bench.add([1, 2, i], params, [6, 1], (8, 9)) for i in range(2)]
+        held = StructuredOutputsParams(regex="a+")
+        rows.append(bench.add([1], SamplingParams(temperature=1.2, structured_outputs=held), [6, 1]))
         bench.apply_staged_writes()
         plan, step, logits = bench.plan(rows), bench.rows(rows, [2, 2, 2]), torch.randn(3, VOCAB)
-        grammar = allow_only(bench, [0, 2], list(range(2, 20)))
+        grammar = allow_only(bench, [2], list(range(2, 20)))
         stages = bench.before_the_draw(plan, logits, **step, grammar=grammar)
-        assert list(stages) == [" ".join(names) for names in STAGES if names not in (("logprobs",), ("draw",))]
+        assert plan.stages == tuple(stage for stage in STAGES if stage != ("logprobs",))
+        assert list(stages) == [" ".join(stage) for stage in plan.stages[:-1]]
         sampled = bench.sample(plan, logits.clone(), **step, grammar=grammar).sampled[:, 0]
         final = stages["min_p top_k top_p"]
         drawn = gumbel_sample(

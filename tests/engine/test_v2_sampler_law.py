@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
-from kernels import gumbel
+from kernels import noise
 from tests.engine.sampler_bench import sampler_bench
 from tests.engine.sampling_reference import processed
 from tests.engine.test_sampling_law import chi_square_p, law
@@ -38,7 +38,7 @@ PROMPT, OUTPUT = [0, 9], [2, 4, 2]
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eleven tokens need no noise for 1,024 of them."""
-    monkeypatch.setattr(gumbel, "LANES", 1)
+    monkeypatch.setattr(noise, "LANES", 1)
 
 
 def draws(params: list[SamplingParams], logits: torch.Tensor, num_draws: int) -> Counter[int]:

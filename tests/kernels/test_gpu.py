@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.gumbel import log_exponential_torch
+from kernels.noise import log_exponential_torch
 from tests.kernels.batches import GOLDEN, golden_batch, on, random_batch, run_step
 from tests.kernels.test_gumbel import EDGE_WORDS, TILE, exact_scores, noise
 from tests.kernels.test_staged_write import stage

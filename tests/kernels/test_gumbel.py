@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import Purpose, gumbel_sample
-from kernels.gumbel import _MIN_UNIFORM, LANES, _log_exponential, log_exponential, log_exponential_torch
+from kernels.noise import (
+    LANES,
+    MIN_UNIFORM,
+    gumbel_noise,
+    log_exponential,
+    log_exponential_torch,
+    log_exponential_triton,
+)
 from kernels.philox import philox, uniform
 from kernels.triton_support import launch, tl, triton
 
@@ -56,7 +63,7 @@ def exact_scores(logits: torch.Tensor, t: float, seed: int, position: int, purpo
             torch.tensor(position >> 32),
         )
     )
-    u = uniform(words.gather(0, word.unsqueeze(0))[0]).double().clamp(min=_MIN_UNIFORM)
+    u = uniform(words.gather(0, word.unsqueeze(0))[0]).double().clamp(min=MIN_UNIFORM)
     return logits.double() - t * torch.log(-torch.log1p(-u))
 
 
@@ -78,7 +85,7 @@ def chi_square_z(counts: torch.Tensor, expected: torch.Tensor) -> float:
 def _noise_kernel(words_ptr, out_ptr, n, MIN_UNIFORM: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     words = tl.load(words_ptr + i, mask=i < n, other=0)
-    tl.store(out_ptr + i, _log_exponential(words.to(tl.uint32, bitcast=True), MIN_UNIFORM), mask=i < n)
+    tl.store(out_ptr + i, log_exponential_triton(words.to(tl.uint32, bitcast=True), MIN_UNIFORM), mask=i < n)
 
 
 def noise(words: torch.Tensor, form: str) -> torch.Tensor:
@@ -87,7 +94,7 @@ def noise(words: torch.Tensor, form: str) -> torch.Tensor:
     if form == "loop":
         return torch.tensor([log_exponential(word & 0xFFFFFFFF) for word in words.tolist()])
     out = torch.zeros(len(words), device=words.device)
-    launch(_noise_kernel, (1,), words, out, len(words), form=form, MIN_UNIFORM=_MIN_UNIFORM, BLOCK=1024)
+    launch(_noise_kernel, (1,), words, out, len(words), form=form, MIN_UNIFORM=MIN_UNIFORM, BLOCK=1024)
     return out
 
 
@@ -97,7 +104,7 @@ def test_noise_is_finite_and_exact_at_every_uniform(form: str) -> None:
     spread = torch.randint(-(2**31), 2**31, (900,), generator=torch.Generator().manual_seed(5))
     words = torch.cat([EDGE_WORDS, small.int(), spread.int()])
     got = noise(words, form).double()
-    u = uniform(words).double().clamp(min=_MIN_UNIFORM)
+    u = uniform(words).double().clamp(min=MIN_UNIFORM)
     assert torch.isfinite(got).all()
     assert got.min() > -22.2 and got.max() < 2.82
     torch.testing.assert_close(got, torch.log(-torch.log1p(-u)), rtol=2e-6, atol=2e-6)
@@ -313,3 +320,10 @@ def test_no_rows() -> None:
 def test_an_unknown_purpose_is_refused() -> None:
     with pytest.raises(ValueError, match="4 is not a valid Purpose"):
         sample(torch.zeros(1, 4), purpose=4)
+
+
+def test_the_noise_that_is_shown_is_the_noise_that_decides() -> None:
+    logits, positions = torch.randn(50, 1300), torch.arange(50)
+    noise = gumbel_noise(torch.full((50,), 9), positions, 1300, purpose=Purpose.SAMPLE)
+    assert noise.shape == logits.shape and float(noise.min()) > -2.83 and float(noise.max()) < 22.2
+    assert torch.equal((logits + noise).argmax(-1), sample(logits, seed=9))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import Purpose, gumbel_sample
-from kernels import gumbel as module
+from kernels import noise as module
 from kernels.philox import philox, uniform
 from tests.kernels.test_gumbel import chi_square_z
 

@@ -42,6 +42,10 @@ class LogprobsPlan:
     few: int = NO_LOGPROBS
     wide: WideLogprobs | None = None
 
+    @property
+    def wanted(self) -> bool:
+        return self.few != NO_LOGPROBS or self.wide is not None
+
 
 NO_LOGPROBS_PLAN = LogprobsPlan()
 

@@ -24,16 +24,17 @@ from .states import SamplingStates
 from .structured_outputs import GrammarBitmask
 from .tables import DraftRows, TokenTable
 
-STAGES = (
-    ("structured_outputs",),
-    ("logprobs",),
-    ("allowed_token_ids", "logit_bias", "min_tokens"),
-    ("penalties",),
-    ("bad_words",),
-    ("logits_processors",),
-    ("temperature",),
-    ("min_p", "top_k", "top_p"),
-    ("draw",),
+Stage = tuple[str, ...]
+STAGES: tuple[Stage, ...] = (
+    GRAMMAR := ("structured_outputs",),
+    LOGPROBS := ("logprobs",),
+    BIAS := ("allowed_token_ids", "logit_bias", "min_tokens"),
+    PENALTIES := ("penalties",),
+    BAD_WORDS := ("bad_words",),
+    PROCESSORS := ("logits_processors",),
+    TEMPERATURE := ("temperature",),
+    FILTERS := ("min_p", "top_k", "top_p"),
+    DRAW := ("draw",),
 )
 """`ORDER` of engine/sample/order.py as V2 does it: what stands together is one kernel. Temperature and filters belong
 to the draw's own kernels, unless somebody wants to see the logits behind them."""
@@ -61,7 +62,22 @@ class SamplerPlan:
     max_bad_words: int = 0
     processors: tuple[ProcessorCall, ...] = ()
     logprobs: LogprobsPlan = NO_LOGPROBS_PLAN
-    """Of a batch with logprobs, or with anything else that stands above, no captured step can be used."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of `STAGES` that this batch goes through."""
+        used = {
+            GRAMMAR: self.structured_outputs,
+            LOGPROBS: self.logprobs.wanted,
+            BIAS: self.logit_bias is not None,
+            PENALTIES: self.penalties,
+            BAD_WORDS: self.max_bad_words > 0,
+            PROCESSORS: bool(self.processors),
+            TEMPERATURE: not self.all_greedy,
+            FILTERS: self.filters,
+            DRAW: True,
+        }
+        return tuple(stage for stage in STAGES if used[stage])
 
 
 @dataclass(frozen=True)
@@ -151,7 +167,7 @@ class Sampler:
         changes = self._changes(plan, rows)
         if changes:
             logits = raw.clone()
-            for _, change in changes:
+            for change in changes.values():
                 change(logits)
         sampled = self._draw(plan, logits, rows)
         return SamplerOutput(sampled.unsqueeze(1), compute_logprobs(plan.logprobs, raw, sampled, self._form))
@@ -169,55 +185,35 @@ class Sampler:
             drafts = DraftRows(zeros, zeros, 0)
         return SampleRows(idx_mapping, positions, drafts, grammar)
 
-    def stages(
-        self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows
-    ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        """Called on the stream, for who wants to see or needs the logits before the draw: each entry of `STAGES` that
-        this batch has, with the logits f32 [l, V] behind it: the same tensor every time. `logits` stay as they are."""
-        logits = logits.clone()
-        if rows.grammar is not None:
-            rows.grammar.apply(logits, self._form)
-            yield ("structured_outputs",), logits
-        states = self.states
+    def stages(self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows) -> Iterator[tuple[Stage, torch.Tensor]]:
+        """Called on the stream, for who wants to see or needs the logits before the draw: each stage of this batch that
+        changes them, with the logits f32 [l, V] behind it: the same tensor every time. `logits` stay as they are."""
+        logits, grammar, states = logits.clone(), rows.grammar, self.states
         changes = self._changes(plan, rows)
-        if not plan.all_greedy:
-            changes.append(
-                (
-                    ("temperature",),
-                    lambda x: apply_temperature(x, rows.idx_mapping, states.temperature.gpu, form=self._form),
-                )
-            )
-        if plan.filters:
-            filters = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
-            changes.append(
-                (
-                    ("min_p", "top_k", "top_p"),
-                    lambda x: mask_top_k_top_p(x, rows.idx_mapping, *filters, form=self._form),
-                )
-            )
-        for names, change in changes:
-            change(logits)
-            yield names, logits
+        if grammar is not None:
+            changes[GRAMMAR] = lambda x: grammar.apply(x, self._form)
+        changes[TEMPERATURE] = lambda x: apply_temperature(x, rows.idx_mapping, states.temperature.gpu, form=self._form)
+        changes[FILTERS] = lambda x: mask_top_k_top_p(
+            x, rows.idx_mapping, states.top_k.gpu, states.top_p.gpu, states.min_p.gpu, form=self._form
+        )
+        for stage in plan.stages:
+            if stage in changes:
+                changes[stage](logits)
+                yield stage, logits
 
-    def _changes(
-        self, plan: SamplerPlan, rows: SampleRows
-    ) -> list[tuple[tuple[str, ...], Callable[[torch.Tensor], None]]]:
+    def _changes(self, plan: SamplerPlan, rows: SampleRows) -> dict[Stage, Callable[[torch.Tensor], None]]:
         """What changes the logits of this batch between the logprobs and the temperature, in order."""
-        index, positions, drafts = rows.idx_mapping, rows.positions, rows.drafts
-        changes: dict[tuple[str, ...], Callable[[torch.Tensor], None]] = {}
-        if (lengths := plan.logit_bias) is not None:
-            changes["allowed_token_ids", "logit_bias", "min_tokens"] = lambda x: self.states.logit_bias.apply(
-                x, index, positions, lengths
-            )
+        index, positions, drafts, lengths = rows.idx_mapping, rows.positions, rows.drafts, plan.logit_bias
+        changes: dict[Stage, Callable[[torch.Tensor], None]] = {}
+        if lengths is not None:
+            changes[BIAS] = lambda x: self.states.logit_bias.apply(x, index, positions, lengths)
         if plan.penalties:
-            changes[("penalties",)] = lambda x: self.penalties.apply(x, index, drafts)
+            changes[PENALTIES] = lambda x: self.penalties.apply(x, index, drafts)
         if plan.max_bad_words:
-            changes[("bad_words",)] = lambda x: self.bad_words.apply(x, index, positions, drafts, plan.max_bad_words)
+            changes[BAD_WORDS] = lambda x: self.bad_words.apply(x, index, positions, drafts, plan.max_bad_words)
         if plan.processors:
-            changes[("logits_processors",)] = lambda x: self.processors.apply(
-                plan.processors, x, index, positions, drafts
-            )
-        return list(changes.items())
+            changes[PROCESSORS] = lambda x: self.processors.apply(plan.processors, x, index, positions, drafts)
+        return changes
 
     def _draw(self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
         """A token of each row, i64 [l]; the kernels divide by the temperature and filter on the way."""
