@@ -103,7 +103,7 @@ class Sampler:
         self.bad_words = BadWords(device, num_rows, ring_depth, form, tokens)
         self.processors = LogitsProcessors(device, num_rows, tokens)
         self.prompt_logprobs = PromptLogprobsStates(device, num_rows, form, tokens)
-        self._form = form
+        self.form = form
         # Without drafts every row is its request's first: [R] i32 of zeros, never written.
         self._zeros = device.zeros(num_rows, dtype=torch.int32)
 
@@ -163,14 +163,14 @@ class Sampler:
         rows = self.rows(idx_mapping, positions, drafts, grammar)
         raw = logits
         if grammar is not None:
-            grammar.apply(raw, self._form)
+            grammar.apply(raw, self.form)
         changes = self._changes(plan, rows)
         if changes:
             logits = raw.clone()
             for change in changes.values():
                 change(logits)
         sampled = self._draw(plan, logits, rows)
-        return SamplerOutput(sampled.unsqueeze(1), compute_logprobs(plan.logprobs, raw, sampled, self._form))
+        return SamplerOutput(sampled.unsqueeze(1), compute_logprobs(plan.logprobs, raw, sampled, self.form))
 
     def rows(
         self,
@@ -191,10 +191,10 @@ class Sampler:
         logits, grammar, states = logits.clone(), rows.grammar, self.states
         changes = self._changes(plan, rows)
         if grammar is not None:
-            changes[GRAMMAR] = lambda x: grammar.apply(x, self._form)
-        changes[TEMPERATURE] = lambda x: apply_temperature(x, rows.idx_mapping, states.temperature.gpu, form=self._form)
+            changes[GRAMMAR] = lambda x: grammar.apply(x, self.form)
+        changes[TEMPERATURE] = lambda x: apply_temperature(x, rows.idx_mapping, states.temperature.gpu, form=self.form)
         changes[FILTERS] = lambda x: mask_top_k_top_p(
-            x, rows.idx_mapping, states.top_k.gpu, states.top_p.gpu, states.min_p.gpu, form=self._form
+            x, rows.idx_mapping, states.top_k.gpu, states.top_p.gpu, states.min_p.gpu, form=self.form
         )
         for stage in plan.stages:
             if stage in changes:
@@ -223,9 +223,9 @@ class Sampler:
             filters = (states.top_k.gpu, states.top_p.gpu, states.min_p.gpu)
             return sample_top_k_top_p(
                 logits, rows.idx_mapping, *filters, *draw, purpose=Purpose.SAMPLE, apply_temperature=True,
-                form=self._form,
+                form=self.form,
             )  # fmt: skip
         return gumbel_sample(
             logits, rows.idx_mapping, *draw, purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy,
-            apply_temperature=True, form=self._form,
+            apply_temperature=True, form=self.form,
         )  # fmt: skip
