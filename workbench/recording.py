@@ -5,17 +5,19 @@ Only data is here: a recording knows neither an engine nor a widget, so it opens
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-from engine.hooks import Event, HostWait
+from engine.hooks import Event, HostWait, SpanEnded
 from engine.snapshot import Snapshot
 
 from .codec import RecordingError, decode, decode_event, encode, encode_event
+from .sharing import Prefix, shared_in_turn
 from .trace import chrome_trace
 
 FORMAT = "runnerscope-recording"
@@ -48,6 +50,16 @@ class RunnerStep:
         """The events of these types, in order."""
         return (event for event in self.events if isinstance(event, types))
 
+    @functools.cached_property
+    def measured(self) -> tuple[SpanEnded | HostWait, ...]:
+        """The events that stand for a stretch of time, in order."""
+        return tuple(self.of(SpanEnded, HostWait))
+
+    @functools.cached_property
+    def engine_step(self) -> int:
+        """The engine's own number of a step with events: an engine that idled counts fewer than the session."""
+        return max(event.step for event in self.events)
+
     def __repr__(self) -> str:
         return f"<RunnerStep {self.runner} step {self.step} after {self.phase}: {len(self.events)} events>"
 
@@ -78,25 +90,6 @@ class StepRecord:
         return self.token_text.get(token_id, f"<{token_id}>")
 
 
-class _Prefix(Sequence[StepRecord]):
-    """The first `length` steps of a growing list, without a copy."""
-
-    def __init__(self, steps: Sequence[StepRecord], length: int) -> None:
-        self._steps = steps
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> StepRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[StepRecord]: ...
-    def __getitem__(self, index: int | slice) -> StepRecord | Sequence[StepRecord]:
-        places = range(self._length)[index]
-        return self._steps[places] if isinstance(places, int) else [self._steps[i] for i in places]
-
-
 @dataclass
 class Recording:
     """A run. `meta` names the model, device, kernel backend, commit, date and configuration that made it."""
@@ -115,7 +108,7 @@ class Recording:
         """Adds the next step, which both runners have done."""
         assert isinstance(self.steps, list)
         number = len(self.steps) + 1
-        record = self._record(number, runners, _Prefix(self.steps, number))
+        record = self._record(number, runners, Prefix(self.steps, number))
         self.steps.append(record)
         return record
 
@@ -151,8 +144,8 @@ class Recording:
         steps = [
             {
                 name: {
-                    "snapshot": place(done.snapshot),
                     "before": place(done.before),
+                    "snapshot": place(done.snapshot),
                     "phase": done.phase,
                     "begin_ns": done.begin_ns,
                     "end_ns": done.end_ns,
@@ -188,7 +181,8 @@ class Recording:
         try:
             text = {int(token): str(piece) for token, piece in data["token_text"].items()}
             recording = cls(dict(data["meta"]), [], text, dict(data["prompts"]), dict(data["colors"]))
-            snapshots = [decode(Snapshot, value, f"snapshots[{i}]") for i, value in enumerate(data["snapshots"])]
+            read = (decode(Snapshot, value, f"snapshots[{i}]") for i, value in enumerate(data["snapshots"]))
+            snapshots = shared_in_turn(read)
             for number, step in enumerate(data["steps"], start=1):
                 recording.append({name: _runner_step(name, number, value, snapshots) for name, value in step.items()})
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:

@@ -15,6 +15,7 @@ from engine.snapshot import PendingSnapshot, Snapshot
 
 from .prompts import SessionRequest
 from .recording import RunnerStep
+from .sharing import shared
 
 WHOLE = "output"
 """The phase after which a step is whole."""
@@ -60,6 +61,8 @@ class RunnerLog:
         self._last: PendingSnapshot | None = None
         self._paused_since: int | None = None
         self._first: PendingSnapshot | None = None
+        self._state: tuple[PendingSnapshot, Snapshot] | None = None
+        """The last snapshot that was read; the next one shares with it what did not change."""
         self._stack = ExitStack()
         self._stack.enter_context(self.core.hooks.subscribe(Event, self._events.append))
 
@@ -213,6 +216,11 @@ class RunnerLog:
         self._events.append(SpanEnded(self.core.step_count, self.name, end, "snapshot", "host", begin, end))
         return pending
 
+    def _read(self, pending: PendingSnapshot) -> Snapshot:
+        if self._state is None or self._state[0] is not pending:
+            self._state = pending, shared(pending.result(), self._state[1] if self._state else None)
+        return self._state[1]
+
     def _before(self) -> PendingSnapshot:
         if self._last is None:
             self._last = self.core.snapshot()
@@ -234,12 +242,13 @@ class RunnerLog:
 
     def _open_step(self, phase: str) -> RunnerStep:
         assert self._walk is not None
-        walk, state, end = self._walk, self.core.snapshot().result(), time.perf_counter_ns()
+        walk, now, end = self._walk, self.core.snapshot().result(), time.perf_counter_ns()
+        before = self._read(walk.before)
         return RunnerStep(
             self.name,
             len(self.steps) + 1,
-            state,
-            walk.before.result(),
+            shared(now, before),
+            before,
             tuple(self._events),
             phase,
             walk.begin_ns,
@@ -258,7 +267,7 @@ class RunnerLog:
             parts[places.get(event.step, place) if _on_device(event) else place].append(event)
         self._events.clear()
         for one, events in zip(ran, parts, strict=True):
-            number, state, before = len(self.steps) + 1, one.after.result(), one.before.result()
+            number, before, state = len(self.steps) + 1, self._read(one.before), self._read(one.after)
             self.steps.append(
                 RunnerStep(self.name, number, state, before, tuple(events), WHOLE, one.begin_ns, one.end_ns, one.pauses)
             )
