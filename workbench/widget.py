@@ -13,7 +13,7 @@ import traitlets
 
 from .recording import StepRecord
 
-_IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./common\.js";[ \t]*$', re.MULTILINE)
+_IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./(\w+)\.js";[ \t]*$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 
 
@@ -24,23 +24,17 @@ def static_text(name: str) -> str:
 
 @functools.cache
 def load_module(name: str) -> str:
-    """static/<name>.js as one self-contained ES module: its import of common.js is replaced by that file's text.
+    """static/<name>.js as one self-contained ES module: an import of a file beside it is replaced by that file's text.
 
     anywidget loads a module from a blob, where a relative import has no meaning; as a file it stays a plain module. The
-    text goes into a function of its own, so that the two files' other names cannot meet.
+    text goes into a function of its own, so that the files' other names cannot meet.
     """
 
     def inline(found: re.Match[str]) -> str:
-        body = _EXPORT.sub("", static_text("common.js"))
+        body = _EXPORT.sub("", load_module(found[2]))
         return f"const {{{found[1]}}} = (() => {{\n{body}\nreturn {{{found[1]}}};\n}})();"
 
-    return _IMPORT.sub(inline, static_text(f"{name}.js"), count=1)
-
-
-def _own_css(name: str) -> str:
-    """static/<name>.css: what only this view needs; not every view has one."""
-    path = resources.files(__package__).joinpath("static", f"{name}.css")
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return _IMPORT.sub(inline, static_text(f"{name}.js"))
 
 
 @functools.cache

@@ -57,12 +57,14 @@ class Dashboard:
     def wait_for_step(self, step: int) -> None:
         """Until the cursor stands there."""
         expect(self._place).to_have_text(str(step), timeout=RUN_MS)
+        expect(self.root.locator("[aria-busy]")).to_have_count(0)
 
     def press(self, command: str) -> None:
-        """A button of the bar; returns when the step it leads to is shown."""
+        """A button of the bar; returns when the step it leads to is shown, in the views out of sight too."""
         before = self.step_number()
         self.root.locator(f"button[data-command={command}]").click()
         expect(self._place).not_to_have_text(str(before), timeout=RUN_MS)
+        expect(self.root.locator("[aria-busy]")).to_have_count(0)
 
     def reads(self, view: str) -> str:
         """The text that a person reads in a view."""

@@ -17,12 +17,18 @@ class Node {
       && this.childNodes.every((child, i) => child.isEqualNode(other.childNodes[i]))
     );
   }
-  replaceWith(other) {
+  get firstChild() {
+    return this.childNodes[0] ?? null;
+  }
+  get nextSibling() {
     const siblings = this.parentNode.childNodes;
-    other.remove?.();
-    other.parentNode = this.parentNode;
-    siblings[siblings.indexOf(this)] = other;
-    this.parentNode = null;
+    return siblings[siblings.indexOf(this) + 1] ?? null;
+  }
+  replaceChild(fresh, old) {
+    fresh.remove();
+    fresh.parentNode = this;
+    this.childNodes[this.childNodes.indexOf(old)] = fresh;
+    old.parentNode = null;
   }
   remove() {
     if (this.parentNode) this.parentNode.childNodes = this.parentNode.childNodes.filter((child) => child !== this);
@@ -126,6 +132,9 @@ export class Element extends Node {
     for (let node = this; node; node = node.parentNode) {
       for (const [t, listener] of [...(node.listeners ?? [])]) if (t === type) listener({ type, target: this, ...event });
     }
+  }
+  dispatchEvent(event) {
+    this.dispatch(event.type);
   }
   focus() {
     document.activeElement = this;

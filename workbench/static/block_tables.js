@@ -1,6 +1,7 @@
 // Block tables, live. Positions and wording come from views/block_tables.py; views/block_tables_figure.py draws the same
 // picture without a browser.
-import { el, heading, mount, svg, title } from "./common.js";
+import { mount } from "./common.js";
+import { el, heading, svg, title } from "./dom.js";
 
 const CHANGES = { new: "+", hit: "✓", evicted: "!", freed: "×" };
 const NOBODY = "#999999";

@@ -1,38 +1,5 @@
-// What the modules of all views share: making elements, and the life of a view. Text goes in as text nodes and attributes
-// only, so that a token can never become markup.
-
-const SVG = "http://www.w3.org/2000/svg";
-
-function build(node, attributes, children) {
-  for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : String(value));
-  }
-  for (const child of children.flat(Infinity)) {
-    if (child === null || child === undefined || child === false) continue;
-    node.appendChild(typeof child === "object" ? child : document.createTextNode(String(child)));
-  }
-  return node;
-}
-
-/** An HTML element. Children are nodes or texts, nested lists of them, or nothing. */
-export function el(tag, attributes, ...children) {
-  return build(document.createElement(tag), attributes, children);
-}
-
-/** An SVG element. */
-export function svg(tag, attributes, ...children) {
-  return build(document.createElementNS(SVG, tag), attributes, children);
-}
-
-/** The tooltip of an SVG element: give it as a child. */
-export function title(text) {
-  return svg("title", {}, text);
-}
-
-/** The heading of a view, and a quieter note beside it. */
-export function heading(text, note) {
-  return el("h3", { class: "rs-heading" }, text, note ? el("small", {}, ` ${note}`) : null);
-}
+// The life of a view: what the modules of all views share once something is on the page.
+import { el, make, patch } from "./dom.js";
 
 /** A view model as it travels (JSON in a buffer) or as it is. */
 export function unpack(value) {
@@ -48,33 +15,11 @@ export function mark(root, request) {
   }
 }
 
-/**
- * Makes the children of `parent` look like `fresh`, keeping every node that can stay: from step to step little changes, so the
- * browser styles, lays out and paints little; and scroll positions, focus and what a reader has unfolded stay.
- */
-export function patch(parent, fresh) {
-  const old = [...parent.childNodes];
-  fresh.forEach((node, i) => (i < old.length ? become(old[i], node) : parent.appendChild(node)));
-  for (const node of old.slice(fresh.length)) node.remove();
-}
-
-function become(was, now) {
-  if (was === now || was.isEqualNode(now)) return;
-  if (was.nodeName !== now.nodeName) {
-    was.replaceWith(now);
-  } else if (was.nodeName === "#text") {
-    was.data = now.data;
-  } else {
-    for (const name of was.getAttributeNames()) if (name !== "open" && !now.hasAttribute(name)) was.removeAttribute(name);
-    for (const name of now.getAttributeNames()) {
-      if (was.getAttribute(name) !== now.getAttribute(name)) was.setAttribute(name, now.getAttribute(name));
-    }
-    patch(was, [...now.childNodes]);
-  }
-}
-
 /** While a command of the bar is at work the dashboard says so, and its views hold back what they have drawn. */
-const waiting = (node) => node.closest("[data-rs-waiting]") !== null;
+const waiting = (node) => node.closest("[data-rs-waiting]");
+
+/** Sent to the dashboard when its command is done and every view has its new model. */
+export const DONE = "rs-done";
 
 /**
  * `callback` once before a frame, however often the returned function is called, and not while a command is at work: all views
@@ -83,39 +28,116 @@ const waiting = (node) => node.closest("[data-rs-waiting]") !== null;
 function eachFrame(node, callback) {
   if (!globalThis.requestAnimationFrame) return Object.assign(() => callback(), { cancel() {} });
   let frame = 0;
+  let home = null;
   const call = () => {
-    frame = waiting(node) ? requestAnimationFrame(call) : 0;
-    if (!frame) callback();
+    frame = 0;
+    if (waiting(node)) soon();
+    else callback();
   };
-  return Object.assign(() => void (frame ||= requestAnimationFrame(call)), { cancel: () => cancelAnimationFrame(frame) });
+  const soon = () => {
+    home = waiting(node);
+    if (home) home.addEventListener(DONE, soon, { once: true });
+    else frame ||= requestAnimationFrame(call);
+  };
+  const cancel = () => {
+    cancelAnimationFrame(frame);
+    home?.removeEventListener(DONE, soon);
+  };
+  return Object.assign(soon, { cancel });
+}
+
+/** Does `work` once the page has nothing more urgent to do, but soon; the work of all views before one and the same frame. */
+function whenIdle(work) {
+  const soon = () => requestAnimationFrame(work);
+  if (globalThis.requestIdleCallback) requestIdleCallback(soon, { timeout: 300 });
+  else setTimeout(soon);
+}
+
+/** What of a view nobody sees just now: the whole of it, or some of its lazy nodes, with what has still to be done to them. */
+class Unseen {
+  constructor(root, onSight) {
+    this.root = root;
+    this.onSight = onSight;
+    this.known = new WeakSet();
+    this.nodes = new WeakSet();
+    this.kept = new Map();
+    this.watcher = globalThis.IntersectionObserver ? new IntersectionObserver((entries) => entries.forEach((each) => this.see(each))) : null;
+    this.watcher?.observe(root);
+  }
+
+  see({ target, isIntersecting }) {
+    if (isIntersecting) this.nodes.delete(target);
+    else this.nodes.add(target);
+    this.settle(target);
+    if (isIntersecting && target === this.root) this.onSight();
+  }
+
+  holds(node) {
+    return this.nodes.has(node);
+  }
+
+  /** Of several changes that were put off, what was before the first and what is to be after the last. */
+  keep(node, was, now) {
+    this.kept.set(node, { was: this.kept.get(node)?.was ?? was, now });
+  }
+
+  settle(node) {
+    const kept = this.kept.get(node);
+    this.kept.delete(node);
+    if (kept) patch(node, kept.was, kept.now);
+  }
+
+  /** Does all that was put off, and learns of the lazy nodes that are new. */
+  rest() {
+    for (const node of [...this.kept.keys()]) this.settle(node);
+    for (const node of this.root.querySelectorAll(".rs-lazy")) {
+      if (!this.known.has(node)) this.watcher?.observe(node);
+      this.known.add(node);
+    }
+  }
+
+  drop() {
+    this.watcher?.disconnect();
+  }
 }
 
 /**
- * The life of a view: `draw(model)` returns the nodes for a view model; it is called now and at each change. A request that is
- * hovered or focused here is set as `selected`, and the selected one is marked. Returns the cleanup, which drops every listener.
- * The nodes of a new model are patched into the old ones and must carry no listeners; with `own`, `draw` keeps nodes of its own
- * from one model to the next, and they are put in as they are.
+ * The life of a view: `draw(model)` returns descriptions for a view model; it is called now and at each change. A request that
+ * is hovered or focused here is set as `selected`, and the selected one is marked. Returns the cleanup, which drops every
+ * listener. A described node carries no listeners; a view that puts in nodes of its own says so with `own`, and is drawn only
+ * when it is shown, since drawing changes them.
+ *
+ * What a reader sees is drawn before the next frame. What is out of sight follows once the page is idle; until then the view
+ * says aria-busy. A view that the browser skips (see content-visibility in common.css) is drawn once it comes nearer.
  */
 export function mount({ model, el: parent }, name, draw, { own = false } = {}) {
-  const root = el("div", { class: `rs-view rs-${name}` });
+  const root = make(el("div", { class: `rs-view rs-${name}` }));
   parent.appendChild(root);
+  let [shown, next] = [[], null];
+  let [skipped, stale, late] = [false, false, false];
+  const unseen = new Unseen(root, () => late && show());
   const showSelection = () => mark(root, model.get("selected"));
-  // Out of sight (see content-visibility in common.css) nothing is drawn; the newest model is, once it comes into sight.
-  let skipped = false;
-  let stale = false;
-  let made = null;
-  const make = () => [draw(unpack(model.get("model")))].flat(Infinity).filter(Boolean);
+  const describe = () => [draw(unpack(model.get("model")))].flat(Infinity).filter(Boolean);
   const show = () => {
-    stale = skipped;
-    if (skipped) return;
+    [stale, late] = [skipped, false];
+    if (skipped) return root.removeAttribute("aria-busy");
     const focused = root.contains(document.activeElement) ? document.activeElement : null;
-    if (own) root.replaceChildren(...make());
-    else patch(root, made ?? make());
-    made = null;
+    next ??= describe();
+    patch(root, shown, next, unseen);
+    [shown, next] = [next, null];
     if (model.get("selected")) showSelection();
     // A node that was taken out has lost the focus; without it the keys would go elsewhere.
     const heir = root.contains(focused) ? focused : root.closest(".rs-dashboard");
     if (focused && document.activeElement !== focused) heir?.focus({ preventScroll: true });
+    if (unseen.watcher) afterwards();
+  };
+  const afterwards = () => {
+    if (late || unseen.kept.size) root.setAttribute("aria-busy", "true");
+    whenIdle(() => {
+      if (late) return show();
+      unseen.rest();
+      root.removeAttribute("aria-busy");
+    });
   };
   const choose = (request) => {
     if (request === model.get("selected")) return;
@@ -137,9 +159,13 @@ export function mount({ model, el: parent }, name, draw, { own = false } = {}) {
     ["contentvisibilityautostatechange", sight],
   ];
   for (const [event, listener] of listeners) root.addEventListener(event, listener);
-  const showSoon = eachFrame(root, show);
+  const showSoon = eachFrame(root, () => {
+    late = unseen.holds(root) && !skipped;
+    if (late) afterwards();
+    else show();
+  });
   const changed = () => {
-    made = !own && !skipped && waiting(root) ? make() : null; // while the kernel works on the other views
+    next = !own && !unseen.holds(root) && waiting(root) ? describe() : null; // while the kernel works on the other views
     showSoon();
   };
   model.on("change:model", changed);
@@ -147,6 +173,7 @@ export function mount({ model, el: parent }, name, draw, { own = false } = {}) {
   show();
   return () => {
     showSoon.cancel();
+    unseen.drop();
     model.off("change:model", changed);
     model.off("change:selected", showSelection);
     for (const [event, listener] of listeners) root.removeEventListener(event, listener);

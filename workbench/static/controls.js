@@ -1,5 +1,8 @@
 // The bar: buttons and keys send commands to the kernel, one at a time; the form holds its edits until they are applied.
-import { el, unpack } from "./common.js";
+import { DONE, unpack } from "./common.js";
+import { el, make } from "./dom.js";
+
+const node = (...described) => make(el(...described));
 
 export const BUTTONS = [
   { command: "home", face: "⇤", text: "start", key: "Home", hint: "back to before the first step" },
@@ -38,46 +41,46 @@ const PROMPT_HINT = "One prompt a line; \\n stands for a line end. In front: @4 
 
 function field({ name, text, hint, options, ...limits }) {
   const input = options
-    ? el("select", { name }, options.map(([value, face]) => el("option", { value }, face)))
-    : el("input", { name, type: "number", inputmode: "decimal", ...limits });
-  return el("label", { class: "rs-field", title: hint }, el("span", {}, text), input);
+    ? node("select", { name }, options.map(([value, face]) => node("option", { value }, face)))
+    : node("input", { name, type: "number", inputmode: "decimal", ...limits });
+  return node("label", { class: "rs-field", title: hint }, node("span", {}, text), input);
 }
 
 function button({ command, face, text, key, hint, primary }) {
   const label = command === "until" ? `${text} …` : text;
-  return el(
+  return node(
     "button", { type: "button", class: primary ? "rs-primary" : null, "data-command": command, title: `${hint} (${key})`, "aria-keyshortcuts": key },
-    face ? `${face} ` : null, label, " ", el("kbd", {}, key),
+    face ? `${face} ` : null, label, " ", node("kbd", {}, key),
   );
 }
 
 function build() {
   const parts = {
-    chip: el("span", { class: "rs-chip" }),
-    conditions: el("select", { class: "rs-conditions", "aria-label": "run until", title: "what “until” waits for" }),
-    place: el("span", { class: "rs-place" }),
-    waits: el("span", { class: "rs-waits" }),
-    error: el("div", { class: "rs-error", role: "alert" }),
-    note: el("span", { class: "rs-quiet rs-note" }),
-    prompts: el("textarea", { name: "prompts", rows: "4", spellcheck: "false", "aria-label": "prompts, one a line" }),
-    apply: el("button", { type: "submit", class: "rs-apply", title: "begin anew with this form (Ctrl+Enter)" }, "apply ", el("kbd", {}, "Ctrl ⏎")),
-    live: el("span", { class: "rs-hidden", role: "status", "aria-live": "polite" }),
+    chip: node("span", { class: "rs-chip" }),
+    conditions: node("select", { class: "rs-conditions", "aria-label": "run until", title: "what “until” waits for" }),
+    place: node("span", { class: "rs-place" }),
+    waits: node("span", { class: "rs-waits" }),
+    error: node("div", { class: "rs-error", role: "alert" }),
+    note: node("span", { class: "rs-quiet rs-note" }),
+    prompts: node("textarea", { name: "prompts", rows: "4", spellcheck: "false", "aria-label": "prompts, one a line" }),
+    apply: node("button", { type: "submit", class: "rs-apply", title: "begin anew with this form (Ctrl+Enter)" }, "apply ", node("kbd", {}, "Ctrl ⏎")),
+    live: node("span", { class: "rs-hidden", role: "status", "aria-live": "polite" }),
   };
   const buttons = BUTTONS.map(button);
-  parts.form = el(
+  parts.form = node(
     "form", { class: "rs-form", novalidate: true },
-    el("label", { class: "rs-prompts", title: PROMPT_HINT }, el("span", {}, "prompts ", el("small", {}, "one a line; @4 in front comes in step 4, #8 has 8 tokens")), parts.prompts),
-    el("div", { class: "rs-fields" }, FIELDS.map(field), el("div", { class: "rs-send" }, parts.apply)),
+    node("label", { class: "rs-prompts", title: PROMPT_HINT }, node("span", {}, "prompts ", node("small", {}, "one a line; @4 in front comes in step 4, #8 has 8 tokens")), parts.prompts),
+    node("div", { class: "rs-fields" }, FIELDS.map(field), node("div", { class: "rs-send" }, parts.apply)),
   );
-  parts.bar = el(
+  parts.bar = node(
     "div", { class: "rs-bar", role: "toolbar", "aria-label": "steps" },
-    el("span", { class: "rs-buttons" }, buttons, parts.conditions),
-    el("span", { class: "rs-buttons rs-end" },
-      el("button", { type: "button", "data-command": "settings", title: "show or hide the form (S)", "aria-keyshortcuts": "S" }, "settings ", el("kbd", {}, "S")),
-      el("button", { type: "button", "data-command": "full", title: "the whole screen (F)", "aria-keyshortcuts": "F" }, "⤢ ", el("kbd", {}, "F"))),
+    node("span", { class: "rs-buttons" }, buttons, parts.conditions),
+    node("span", { class: "rs-buttons rs-end" },
+      node("button", { type: "button", "data-command": "settings", title: "show or hide the form (S)", "aria-keyshortcuts": "S" }, "settings ", node("kbd", {}, "S")),
+      node("button", { type: "button", "data-command": "full", title: "the whole screen (F)", "aria-keyshortcuts": "F" }, "⤢ ", node("kbd", {}, "F"))),
   );
-  parts.head = el(
-    "div", { class: "rs-head" }, el("strong", { class: "rs-brand" }, "runnerscope"), parts.chip, parts.place, parts.note, parts.waits,
+  parts.head = node(
+    "div", { class: "rs-head" }, node("strong", { class: "rs-brand" }, "runnerscope"), parts.chip, parts.place, parts.note, parts.waits,
   );
   return parts;
 }
@@ -97,10 +100,10 @@ function writeForm(form, values) {
 function showPlace(parts, state) {
   const total = state.steps ?? 0;
   parts.place.replaceChildren(
-    "step ", el("b", {}, state.step), ` / ${Math.max(total, state.step)}`, el("span", { class: "rs-quiet" }, ` · ${state.phase}`),
+    "step ", node("b", {}, state.step), ` / ${Math.max(total, state.step)}`, node("span", { class: "rs-quiet" }, ` · ${state.phase}`),
   );
   parts.waits.replaceChildren(...(state.waits ?? []).map((wait) =>
-    el("span", { class: wait.count ? "rs-chip rs-waiting" : "rs-chip", title: wait.title }, `${wait.runner} `, el("b", {}, wait.text.split(" ")[0]), ` ${wait.text.split(" ").slice(1).join(" ")}`)));
+    node("span", { class: wait.count ? "rs-chip rs-waiting" : "rs-chip", title: wait.title }, `${wait.runner} `, node("b", {}, wait.text.split(" ")[0]), ` ${wait.text.split(" ").slice(1).join(" ")}`)));
   parts.chip.replaceChildren([...(state.chip ?? []), state.loop ? `${state.loop} loop` : ""].filter(Boolean).join(" · "));
   parts.note.replaceChildren(state.finished && state.step === total ? "· everything is done" : "");
   parts.error.replaceChildren(state.error ?? "");
@@ -109,14 +112,14 @@ function showPlace(parts, state) {
 
 function showConditions(select, state) {
   if (select.children.length === 0) {
-    select.replaceChildren(...(state.conditions ?? []).map(([name, text]) => el("option", { value: name, title: text }, text)));
+    select.replaceChildren(...(state.conditions ?? []).map(([name, text]) => node("option", { value: name, title: text }, text)));
     select.value = "finished";
   }
 }
 
 function render({ model, el: parent }) {
   const parts = build();
-  const root = el("div", { class: "rs-view rs-controls" }, parts.head, parts.bar, parts.error, parts.form, parts.live);
+  const root = node("div", { class: "rs-view rs-controls" }, parts.head, parts.bar, parts.error, parts.form, parts.live);
   parent.appendChild(root);
   let sent = 0;
   let acknowledged = 0;
@@ -127,6 +130,7 @@ function render({ model, el: parent }) {
   const showBusy = () => {
     root.classList.toggle("rs-busy", busy());
     home?.toggleAttribute("data-rs-waiting", busy());
+    if (!busy()) home?.dispatchEvent(new Event(DONE));
   };
   const busy = () => sent > acknowledged;
   const send = (command, more) => {

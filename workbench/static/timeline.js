@@ -1,5 +1,6 @@
 // The timeline, live: the bars of views/timeline.py with zoom and pan. Nothing is computed here but places on the page.
-import { el, heading, mount, svg, title } from "./common.js";
+import { mount } from "./common.js";
+import { el, heading, make, patch, svg, title } from "./dom.js";
 
 const LEFT = 62;
 const RIGHT = 10;
@@ -51,14 +52,15 @@ export function place(bars, view, width) {
   return found;
 }
 
-export function draw(model, view, width, hatch) {
+/** `marked` is the step whose bars stand out, as text; null: the cursor's. */
+export function draw(model, view, width, hatch, marked = null) {
   const x = (ms) => LEFT + ((ms - view[0]) * (width - LEFT - RIGHT)) / (view[1] - view[0]);
   const height = GROUP * model.runners.length + 18;
   const shapes = ticks(view, width).map((ms) => [
     svg("line", { x1: x(ms), x2: x(ms), y1: HEAD, y2: height - 16, class: "rs-line" }),
     text(x(ms), height - 3, `${ms} ms`, { "text-anchor": "middle" }),
   ]);
-  model.runners.forEach((runner, i) => shapes.push(lanes(model, runner, i * GROUP, view, width, x, hatch)));
+  model.runners.forEach((runner, i) => shapes.push(lanes(model, runner, i * GROUP, view, width, x, hatch, marked)));
   const label = `Timeline, ${model.note}. ${model.runners.map((runner) => `${runner.title}: ${runner.summary}`).join(". ")}`;
   return svg("svg", { width, height, role: "img", "aria-label": label },
     svg("defs", {}, svg("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
@@ -66,7 +68,7 @@ export function draw(model, view, width, hatch) {
     shapes);
 }
 
-function lanes(model, runner, top, view, width, x, hatch) {
+function lanes(model, runner, top, view, width, x, hatch, marked) {
   const lane = (index) => top + HEAD + index * LANE;
   const bottom = lane(3);
   const shapes = [
@@ -85,7 +87,7 @@ function lanes(model, runner, top, view, width, x, hatch) {
         title(`${runner.title}: bubble, the device idles ${length.toFixed(2)} ms`)));
     }
   }
-  for (const placed of place(runner.bars, view, width)) shapes.push(bar(placed, runner.title, lane(placed.bar[0]), model));
+  for (const placed of place(runner.bars, view, width)) shapes.push(bar(placed, runner.title, lane(placed.bar[0]), model, marked));
   for (const [at, length] of runner.pauses) {
     if (at < view[0] || at > view[1]) continue;
     shapes.push(svg("g", {},
@@ -118,7 +120,7 @@ function stepMark({ x, label, strong }, top, bottom) {
 
 const WHAT = { wait: "the host waits, inside the step", fetch: "the host fetches an output, outside the step" };
 
-function bar({ x, width, bar: [lane, name, begin, length, step, kind, depth] }, runner, y, model) {
+function bar({ x, width, bar: [lane, name, begin, length, step, kind, depth] }, runner, y, model, marked) {
   const inset = Math.min(depth, 2) * 2.5;
   const height = LANE - 4 - 2 * inset;
   const what = WHAT[kind] ?? model.lanes[lane];
@@ -128,7 +130,7 @@ function bar({ x, width, bar: [lane, name, begin, length, step, kind, depth] }, 
   return [
     svg("rect", {
       "data-step": step, x, y: y + 1 + inset, width: Math.max(width - 0.6, 0.8), height, rx: 2,
-      class: `rs-${kind in WHAT ? kind : model.lanes[lane]}${step === model.step ? "" : " rs-pale"}`,
+      class: `rs-${kind in WHAT ? kind : model.lanes[lane]}${String(step) === (marked ?? String(model.step)) ? "" : marked ? " rs-dim" : " rs-pale"}`,
     }, title(`${runner}, step ${step}: ${name}\n${what}\n${when}`)),
     label ? text(x + width / 2, y + LANE / 2 + 2, label, { "text-anchor": "middle", "font-size": 10, class: look }) : null,
   ];
@@ -149,7 +151,9 @@ class Timeline {
     this.gone = new AbortController();
     this.dragging = new AbortController();
     // Made once and kept over redraws, so that listeners neither pile up nor get lost.
-    this.holder = el("div", { class: "rs-holder", tabindex: 0 });
+    this.holder = make(el("div", { class: "rs-holder", tabindex: 0 }));
+    this.drawn = [];
+    this.marked = null;
     this.controls = this.buttons();
     this.listen();
     this.watcher = new ResizeObserver(() => this.fit());
@@ -175,7 +179,10 @@ class Timeline {
   }
 
   paint() {
-    if (this.model) this.holder.replaceChildren(draw(this.model, this.view, this.width, this.hatch));
+    if (!this.model) return;
+    const now = [draw(this.model, this.view, this.width, this.hatch, this.marked)];
+    patch(this.holder, this.drawn, now);
+    this.drawn = now;
   }
 
   /** At most one repaint a frame, however fast the wheel turns. */
@@ -255,26 +262,24 @@ class Timeline {
 
   /** Brings out the bars of one step, in both runners; without a step, those of the cursor's. */
   mark(step) {
-    for (const rect of this.holder.querySelectorAll("[data-step]")) {
-      const own = rect.getAttribute("data-step") === (step ?? String(this.model.step));
-      rect.classList.toggle("rs-pale", !own && step === null);
-      rect.classList.toggle("rs-dim", !own && step !== null);
-    }
+    if (step === this.marked) return;
+    this.marked = step;
+    this.paint();
   }
 
   buttons() {
     const button = (said, help, act) => {
-      const node = el("button", { type: "button", title: help, "aria-label": help }, said);
+      const node = make(el("button", { type: "button", title: help, "aria-label": help }, said));
       this.on(node, "click", act);
       return node;
     };
-    return el("div", { class: "rs-buttons" },
+    return make(el("div", { class: "rs-buttons" },
       button("◀", "earlier (drag, or Shift ←)", () => this.pan(-0.25)),
       button("▶", "later (drag, or Shift →)", () => this.pan(0.25)),
       button("+", "zoom in (Ctrl wheel, or +)", () => this.zoom(1 / 1.5)),
       button("−", "zoom out (Ctrl wheel, or -)", () => this.zoom(1.5)),
       button("last steps", "back to the last steps (double click, or 0)", () => this.reset()),
-      button("all", "all steps kept here", () => this.look(this.model.extent)));
+      button("all", "all steps kept here", () => this.look(this.model.extent))));
   }
 
   drop() {

@@ -1,12 +1,10 @@
 // The tokens view: each request's text, token by token, and the sentences on why the step looks so.
-import { el, heading, mount } from "./common.js";
+import { mount } from "./common.js";
+import { el, heading, lazy, pieces } from "./dom.js";
 
 const OF = new Set(["prompt", "cached", "sampled", "flight"]);
 
 const classes = (marks) => marks.map((mark) => (OF.has(mark) ? `rs-of-${mark}` : `rs-${mark}`)).join(" ");
-
-// Odd pieces are signs that stand for what would not show: ␣, \n, …
-const pieces = (parts) => parts.map((text, i) => (text === "" ? null : i % 2 ? el("span", { class: "rs-sign" }, text) : text));
 
 function token({ k, f, p, t }) {
   if (k === "fold") return el("details", {}, el("summary", { title: t }, p[0]), el("span", { class: `rs-token ${classes(f)}` }, t));
@@ -24,7 +22,7 @@ function line(request, { runners, tokens, notes, dim }) {
     tabindex: 0, role: "listitem", "aria-label": `request ${request.id}${runners ? ` on ${runners}` : ""}`,
   };
   const runner = runners ? el("span", { class: "rs-runner" }, runners) : null;
-  return el("div", attributes, el("b", {}, request.id), runner, tokens.map(token), notes.map(note));
+  return lazy(el("div", attributes, el("b", {}, request.id), runner, tokens.map(token), notes.map(note)));
 }
 
 const legend = (entries) =>

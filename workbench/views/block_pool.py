@@ -14,17 +14,21 @@ FEW_BLOCKS = 128
 """Up to here each block shows its number."""
 
 
-def pool_model(done: RunnerStep) -> dict[str, Any]:
-    """The pool's cells by block id, the head of its free list, and its sums, after the step."""
+def pool_model(done: RunnerStep, every_title: bool = True) -> dict[str, Any]:
+    """The pool's cells by block id, the head of its free list, and its sums, after the step.
+
+    Without `every_title`, a cell of a large pool that the live view draws as a part of a group comes without its own.
+    """
     pool, past = done.snapshot.pool, done.before.pool
     before = {block.block_id: block for block in past.blocks}
     place = {block_id: i for i, block_id in enumerate(pool.free)}
-    cells = [_cell(block, before.get(block.block_id), place.get(block.block_id)) for block in pool.blocks]
+    small = len(pool.blocks) > FEW_BLOCKS
+    brief = small and not every_title
+    cells = [_cell(block, before.get(block.block_id), place.get(block.block_id), brief) for block in pool.blocks]
     used = [block for block in pool.blocks if block.ref_cnt > 0]
     cached = {block.block_id for block in pool.blocks if block.block_id and block.block_hash and not block.ref_cnt}
     shared = sum(block.ref_cnt > 1 for block in used)
     in_use = sum(block.block_id != 0 for block in used)
-    small = len(cells) > FEW_BLOCKS
     return {
         "cells": cells,
         "columns": 20 if small else 10,
@@ -37,10 +41,11 @@ def pool_model(done: RunnerStep) -> dict[str, Any]:
     }
 
 
-def _cell(block: BlockView, old: BlockView | None, place: int | None) -> dict[str, Any]:
+def _cell(block: BlockView, old: BlockView | None, place: int | None, brief: bool) -> dict[str, Any]:
     """`state` is null, used, shared, cached (free, but still found by its hash) or free.
 
-    `change` is there if something happened to it in the step: new, hit, evicted or freed.
+    `change` is there if something happened to it in the step: new, hit, evicted or freed. `brief` leaves out the title
+    where nothing happened and nothing is shared.
     """
     if block.block_id == 0:
         return {
@@ -49,6 +54,9 @@ def _cell(block: BlockView, old: BlockView | None, place: int | None) -> dict[st
             "title": "block 0: the null block, never given out; unused entries point here",
         }
     state = "shared" if block.ref_cnt > 1 else "used" if block.ref_cnt else "cached" if block.block_hash else "free"
+    if brief and state != "shared" and (block is old or not _change(block, old)[0]):
+        cell: dict[str, Any] = {"id": block.block_id, "state": state}
+        return cell | {"owners": list(block.owners)} if block.owners else cell
     held = f"{' and '.join(block.owners)}, ref_cnt {block.ref_cnt}" if block.ref_cnt else "free"
     parts = [f"block {block.block_id}: {held}"]
     if block.block_hash:
@@ -58,7 +66,7 @@ def _cell(block: BlockView, old: BlockView | None, place: int | None) -> dict[st
     change, said = _change(block, old)
     if change:
         parts.append(said)
-    cell: dict[str, Any] = {"id": block.block_id, "state": state, "title": "; ".join(parts)}
+    cell = {"id": block.block_id, "state": state, "title": "; ".join(parts)}
     return cell | ({"owners": list(block.owners)} if block.owners else {}) | ({"change": change} if change else {})
 
 

@@ -6,6 +6,7 @@ draws its static twin, static/block_tables.js the live one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,14 +28,15 @@ LEGEND = (
 TITLES = {"v1": "V1 block table", "v2": "V2 block tables"}
 
 
-def view_model(record: StepRecord) -> dict[str, Any]:
-    """All that both renderings draw, in plain JSON values.
+def view_model(record: StepRecord, every_title: bool = True) -> dict[str, Any]:
+    """All that both renderings draw, in plain JSON values; for `every_title` see `pool_model`.
 
     A block of a row is `[block id, marks]`; the marks are letters: n new in this step, h found in the prefix cache,
     s shared (ref_cnt of 2 or more), x no longer the row's (a finished request's row is freed in the next step).
     `[None, "+5"]` stands for five blocks left out of the middle of a long row.
     """
-    panels = [_panel(record.runners[name], record.colors) for name in ("v1", "v2") if name in record.runners]
+    steps = [record.runners[name] for name in ("v1", "v2") if name in record.runners]
+    panels = [_panel(done, record.colors, every_title) for done in steps]
     return {"step": record.step, "panels": panels, "legend": LEGEND}
 
 
@@ -46,10 +48,10 @@ def figure(record: StepRecord) -> Html:
 class BlockTablesView(LiveView, static="block_tables"):
     """The live view. Pointing at a request marks it here and, through the dashboard, in every other view."""
 
-    view_model = staticmethod(view_model)
+    view_model = staticmethod(functools.partial(view_model, every_title=False))
 
 
-def _panel(done: RunnerStep, colors: Mapping[str, str]) -> dict[str, Any]:
+def _panel(done: RunnerStep, colors: Mapping[str, str], every_title: bool) -> dict[str, Any]:
     snapshot = done.snapshot
     marks = _Marks(done)
     rows = _rows(done, marks)
@@ -63,7 +65,7 @@ def _panel(done: RunnerStep, colors: Mapping[str, str]) -> dict[str, Any]:
         "rows": rows,
         "gathered": gathered,
         "layout": _layout(rows, gathered),
-        "pool": pool_model(done),
+        "pool": pool_model(done, every_title),
     }
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import plotly.graph_objects as go
 
-from engine.hooks import HostWait, SpanEnded
+from engine.hooks import SpanEnded
 
 from ..recording import RunnerStep, StepRecord
 from ..widget import LiveView
@@ -82,11 +83,13 @@ class _Clock:
     def __init__(self, pauses: Iterable[tuple[int, int]], zero: int) -> None:
         self.pauses = sorted(set(pauses))
         self._begins = [begin for begin, _ in self.pauses]
+        self._paused = [0, *accumulate(end - begin for begin, end in self.pauses)]
         self._zero = self._running(zero)
 
     def _running(self, time_ns: int) -> int:
-        before = self.pauses[: bisect_right(self._begins, time_ns)]
-        return time_ns - sum(min(end, time_ns) - begin for begin, end in before)
+        begun = bisect_right(self._begins, time_ns)
+        still = max(0, self.pauses[begun - 1][1] - time_ns) if begun else 0
+        return time_ns - self._paused[begun] + still
 
     def ms(self, time_ns: int) -> float:
         return round((self._running(time_ns) - self._zero) / 1e6, 3)
@@ -126,10 +129,10 @@ def _runner(name: str, steps: Sequence[RunnerStep], first: int) -> dict[str, Any
 
 def _bars(steps: Sequence[RunnerStep]) -> list[_Bar]:
     """The measured stretches. An engine counts its own steps; one that idled until a request arrived counts fewer."""
-    counted = {max(event.step for event in done.events): done.step for done in steps}
+    counted = {done.engine_step: done.step for done in steps}
     bars: list[_Bar] = []
     for done in steps:
-        for event in done.of(SpanEnded, HostWait):
+        for event in done.measured:
             step = counted.get(event.step, event.step)
             if isinstance(event, SpanEnded):
                 bars.append(_Bar(LANES.index(event.lane), event.name, event.begin_ns, event.end_ns, step, "span"))
