@@ -48,6 +48,18 @@ def test_ranks_count_ties_and_columns_follow_the_order(form: str) -> None:
     assert kernels.topk_logprobs(ties, torch.arange(3), 0, form=form)[2].tolist() == [2, 2, 3]
 
 
+@pytest.mark.parametrize("form", ["torch", "interpret"])
+def test_a_maximum_that_comes_late_and_one_that_comes_early(form: str) -> None:
+    """Over several blocks: what was summed before a larger logit has to be scaled down, what comes after is small."""
+    rising = torch.linspace(-20, 20, 13_000)
+    logits = torch.stack([rising, rising.flip(0), torch.cat([rising[::2], rising[1::2]])])
+    tokens = torch.tensor([12_999, 5000, 3])
+    _, logprobs, ranks = kernels.topk_logprobs(logits, tokens, 1, form=form)
+    right = logits.double().log_softmax(-1).gather(1, tokens.unsqueeze(1))
+    torch.testing.assert_close(logprobs[:, :1].double(), right, rtol=1e-5, atol=1e-5)
+    assert ranks.tolist() == [1, 5001, int((logits[2] >= logits[2, 3]).sum())]
+
+
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_a_row_of_minus_infinity_but_one(form: str) -> None:
     logits = torch.full((1, 5000), NEG_INF)
