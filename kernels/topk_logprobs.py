@@ -10,6 +10,8 @@ import torch
 from kernels.dispatch import check_tensors, resolve_form
 from kernels.triton_support import launch, tl, triton
 
+# Tokens of a tile whose maximum is taken to find the best tokens.
+_TILE = 128
 # Rows that the torch form normalises at a time: its scratch memory is this times V, whatever the number of rows.
 _ROWS = 32
 
@@ -52,7 +54,7 @@ def topk_logprobs(
     own = logits.gather(1, column)
     ids, values = column, own
     if k:
-        best, best_ids = logits.topk(k, dim=-1)
+        best, best_ids = _topk(logits, k)
         ids, values = torch.cat([column, best_ids], dim=1), torch.cat([own, best], dim=1)
     normaliser = torch.empty(num_logits, 1, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(num_logits, dtype=torch.int64, device=logits.device)
@@ -60,7 +62,8 @@ def topk_logprobs(
         for first in range(0, num_logits, _ROWS):
             part = slice(first, first + _ROWS)
             normaliser[part] = logits[part].logsumexp(dim=-1, keepdim=True)
-            ranks[part] = (logits[part] >= own[part]).sum(dim=-1)
+            # Torch adds up bools several times as fast in i32 as in the i64 that it would take.
+            ranks[part] = (logits[part] >= own[part]).sum(dim=-1, dtype=torch.int32)
     else:
         launch(
             _normaliser_kernel,
@@ -76,6 +79,20 @@ def topk_logprobs(
             BLOCK=4096,
         )
     return ids, values - normaliser, ranks
+
+
+def _topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch.topk`, in a fraction of its time: the k best tokens lie in the k tiles with the largest maxima."""
+    num_tiles = logits.shape[1] // _TILE
+    if 8 * k > num_tiles:  # the tiles would be too much of the row, in memory too
+        return logits.topk(k, dim=-1)
+    tiles = logits[:, : num_tiles * _TILE].unflatten(1, (num_tiles, _TILE))
+    tile_ids = tiles.amax(dim=-1).topk(k, dim=-1).indices
+    candidates = tiles.gather(1, tile_ids.unsqueeze(-1).expand(-1, -1, _TILE)).flatten(1)
+    rest = logits[:, num_tiles * _TILE :]
+    best, at = torch.cat([candidates, rest], dim=1).topk(k, dim=-1)
+    in_tile = tile_ids.gather(1, (at // _TILE).clamp_(max=k - 1)) * _TILE + at % _TILE
+    return best, torch.where(at < k * _TILE, in_tile, at + (num_tiles - k) * _TILE)
 
 
 def _loop(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
