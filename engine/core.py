@@ -23,12 +23,17 @@ from .interrupts import deferred_interrupt
 from .models import LoadedModel
 from .output_processor import OutputProcessor, ParentRequest
 from .request import Request, RequestOutput
-from .sched_output import ModelRunnerOutput, SchedulerOutput
+from .sample.structured_output import StructuredOutputManager
+from .sched_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .scheduler import Scheduler
 from .worker import Worker, choose_runner, num_kv_blocks
 
 MAX_STEPS_IN_FLIGHT = 2
 """Overlapped loop: one step runs on the device while the host prepares the next (vLLM's batch queue of two)."""
+
+
+GRAMMAR_WAIT_S = 0.1
+"""A step that only waits for a grammar ends after this time, so that an engine without work still takes a Ctrl-C."""
 
 
 class PendingOutput(Protocol):
@@ -57,6 +62,7 @@ class EngineCore:
         self.device = self.worker.device
         self.runner = self.worker.runner
         self.scheduler = Scheduler(self.config, self.hooks, self.use_v2)
+        self.structured_output = StructuredOutputManager(loaded.tokenizer, loaded.config.vocab_size)
         self.output_processor = OutputProcessor(loaded.tokenizer, self.hooks)
         self.in_flight: deque[InFlightStep] = deque()
         self.keep_finished = keep_finished
@@ -180,6 +186,8 @@ class EngineCore:
         """The runner's part: state, inputs, forward, sample. Everything for the device is only queued."""
         if not scheduled.total_num_scheduled_tokens:
             self.runner.finish_requests(scheduled)
+            if not self.in_flight:
+                self.structured_output.wait_for_any(self.scheduler.waiting, GRAMMAR_WAIT_S)
             return
         with self.hooks.span("update states"):
             self.runner.update_states(scheduled)
@@ -190,8 +198,16 @@ class EngineCore:
         with self.hooks.span("forward"):
             self.runner.forward()
         yield "forward"
+        grammars: tuple[GrammarOutput, ...] = ()
+        if scheduled.has_structured_output_requests:
+            # Grammars must have seen the last tokens: the step in flight is delivered here and not behind this one.
+            while self.in_flight:
+                self._deliver()
+            with self.hooks.span("grammar"):
+                requests = self.scheduler.structured_output_requests(scheduled)
+                grammars = (self.structured_output.grammar_output(requests),)
         with self.hooks.span("sample"):
-            self.in_flight.append(InFlightStep(scheduled, self.runner.sample_tokens()))
+            self.in_flight.append(InFlightStep(scheduled, self.runner.sample_tokens(*grammars)))
         yield "sample"
 
     def _deliver(self) -> None:
@@ -241,7 +257,8 @@ class EngineCore:
             check_rows(self.runner, self.scheduler)
 
     def close(self) -> None:
-        """Ends the device's threads. The engine cannot step afterwards."""
+        """Ends the threads. The engine cannot step afterwards."""
+        self.structured_output.close()
         self.device.close()
         gc.collect()
 

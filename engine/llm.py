@@ -19,6 +19,7 @@ from .models import LoadedModel, load_model, resolve_model
 from .output_processor import ParentRequest
 from .request import Request, RequestOutput
 from .sample.front_door import settle_params
+from .sample.structured_output import StructuredOutputRequest
 from .sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -192,6 +193,7 @@ class LLM:
                 max_tokens=max_tokens,
                 stop_token_ids=stop_ids,
                 priority=priority,
+                structured_output=self._grammar(params, stop_ids),
             )
             for index in range(params.n)
         ]
@@ -254,10 +256,18 @@ class LLM:
                 raise ValueError(f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab - 1}")
         return text, token_ids
 
+    def _grammar(self, params: SamplingParams, stop_ids: frozenset[int]) -> StructuredOutputRequest | None:
+        if params.structured_outputs is None:
+            return None
+        return self.core.structured_output.start(params.structured_outputs, stop_ids)
+
     def _settle_params(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
         tokenizer, config = self.loaded.tokenizer, self.loaded.config
         eos_token_ids = tokenizer.eos_token_ids if tokenizer else config.eos_token_ids
-        return settle_params(params, config.vocab_size, tokenizer, eos_token_ids)
+        settled, stop_ids = settle_params(params, config.vocab_size, tokenizer, eos_token_ids)
+        if settled.structured_outputs is not None:
+            self.core.structured_output.check(settled.structured_outputs)
+        return settled, stop_ids
 
 
 def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:

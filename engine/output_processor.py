@@ -27,6 +27,8 @@ class ParentRequest:
     """The caller wants the output when it is finished, not after each token."""
     children: list[_Child] = field(default_factory=list)
     first_scheduled_time: float | None = None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    """Made when all of them have come."""
 
     @property
     def finished(self) -> bool:
@@ -137,8 +139,13 @@ class OutputProcessor:
         return None
 
     def _with_text(self, entry: RequestLogprobs) -> dict[int, Logprob]:
-        text = self._tokenizer.token_text if self._tokenizer else None
-        return {token: Logprob(lp, rank, text(token) if text else None) for token, (lp, rank) in entry.items()}
+        if self._tokenizer is None:
+            return {token: Logprob(lp, rank) for token, (lp, rank) in entry.items()}
+        # A model's vocabulary may go beyond the tokenizer's: such a token has no text.
+        text, known = self._tokenizer.token_text, self._tokenizer.vocab_size
+        return {
+            token: Logprob(lp, rank, text(token) if token < known else None) for token, (lp, rank) in entry.items()
+        }
 
     def _emit(self, child: _Child, token_ids: list[int], before: int, step: int) -> None:
         request, hooks = child.request, self._hooks
@@ -167,6 +174,16 @@ class OutputProcessor:
         for child in parent.children if parent else ():
             self._children.pop(child.request.request_id, None)
 
+    def _prompt_logprobs(self, parent: ParentRequest) -> tuple[dict[int, Logprob] | None, ...] | None:
+        if parent.params.prompt_logprobs is None or parent.prompt_logprobs is not None:
+            return parent.prompt_logprobs
+        # The first completion's request sees to them.
+        entries = parent.children[0].request.prompt_logprobs or [None]
+        result = tuple(None if entry is None else self._with_text(entry) for entry in entries)
+        if len(result) == len(parent.prompt_token_ids):
+            parent.prompt_logprobs = result
+        return result
+
     def build(self, parent: ParentRequest) -> RequestOutput:
         outputs = tuple(self._completion(child) for child in parent.children)
         requests = [child.request for child in parent.children]
@@ -183,6 +200,7 @@ class OutputProcessor:
                 parent.arrival_time, parent.first_scheduled_time, min(first, default=None), max(last, default=None),
                 sum(request.num_preemptions for request in requests),
             ),
+            prompt_logprobs=self._prompt_logprobs(parent),
         )  # fmt: skip
 
     def _completion(self, child: _Child) -> CompletionOutput:

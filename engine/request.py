@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 from .running_table import RunningTable
+from .sample.logprobs import RequestLogprobs
+from .sample.prompt_logprobs import PromptLogprobs
+from .sample.structured_output import StructuredOutputRequest
 from .sampling_params import SamplingParams
 
 
@@ -39,6 +42,10 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    structured_output: StructuredOutputRequest | None = None
+    """Its grammar, if its output is held to one."""
+    prompt_logprobs: list[RequestLogprobs | None] = field(default_factory=list)
+    """If asked for: one for each prompt position computed so far, None for the first."""
     first_token_time: float | None = None
     """Like the last token's, when it reached the host, in seconds on `time.monotonic`'s clock."""
     row: int = field(default=-1, init=False)
@@ -108,6 +115,20 @@ class Request:
             self._table.num_tokens[self.row] += 1
             self._table.last_token_time[self.row] = now
 
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Those of the next positions, or of positions that were computed again."""
+        self.prompt_logprobs = [*(self.prompt_logprobs or [None])[: logprobs.start], *logprobs.entries]
+
+    @property
+    def is_ready(self) -> bool:
+        """It waits for nothing but its turn: no token of it is in flight, and its grammar is compiled."""
+        return self.num_output_placeholders == 0 and (self.structured_output is None or self.structured_output.is_ready)
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """It needs the hidden states of its whole prompt. With an output it has had its prompt's logprobs."""
+        return self.sampling_params.prompt_logprobs is not None and not self.output_token_ids
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
@@ -150,8 +171,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. `logprobs[i]` maps token id -> Logprob for output position i. finish_reason: stop, length or
-    abort."""
+    """One completion. `logprobs[i]` maps token id -> Logprob for output position i.
+
+    finish_reason: stop, length, abort, or error, for which stop_reason says what went wrong.
+    """
 
     index: int
     text: str
@@ -174,3 +197,6 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    """Where asked for: of each prompt position token id -> Logprob, the prompt's own token first; None for the first
+    position."""

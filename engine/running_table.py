@@ -42,6 +42,8 @@ class RunningTable:
         """Seconds on `time.monotonic`'s clock."""
         self.quiet = column(np.bool_)
         """bool [R]: nobody wants its tokens before it is finished."""
+        self.constrained = column(np.bool_)
+        """bool [R]: its output is held to a grammar, which has to see each token."""
         self.generation = column()
         """Counts the tenants of a row: a step in flight knows by it whether the row is still its request's."""
         self.requests: list[Request | None] = [None] * max_num_seqs
@@ -85,6 +87,7 @@ class RunningTable:
         self.limit[row] = limit
         self.last_step[row] = 0
         self.quiet[row] = request.quiet
+        self.constrained[row] = request.structured_output is not None
         self._priority[row] = request.priority
         self._seed_index[row] = seed_index
         self._arrival[row] = request.arrival_time

@@ -91,11 +91,6 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-    @property
-    def skip_reading_prefix_cache(self) -> bool:
-        """Logprobs of the prompt need the hidden states of all of it."""
-        return self.prompt_logprobs is not None
-
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .sample.logprobs import RequestLogprobs
+from .sample.prompt_logprobs import PromptLogprobs
 from .sampling_params import SamplingParams
 
 
@@ -66,6 +68,17 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
     preempted_req_ids: frozenset[str]
+    has_structured_output_requests: bool = False
+    """Some request's output is held to a grammar: `sample_tokens` gets a GrammarOutput."""
+
+
+@dataclass(frozen=True)
+class GrammarOutput:
+    """What grammars allow in one step. Row i of `grammar_bitmask` i32 [n, ceil(V / 32)] is for the token that
+    `structured_output_request_ids[i]` samples: bit t % 32 of word t // 32 allows token t. Other requests are free."""
+
+    structured_output_request_ids: tuple[str, ...]
+    grammar_bitmask: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -80,4 +93,6 @@ class ModelRunnerOutput:
     req_ids: tuple[str, ...]
     sampled_token_ids: np.ndarray
     num_sampled: np.ndarray
-    logprobs: dict[str, list[dict[int, tuple[float, int | None]]]] | None = None
+    logprobs: dict[str, list[RequestLogprobs]] | None = None
+    prompt_logprobs: dict[str, PromptLogprobs] | None = None
+    """Of the requests that asked for them, those of the prompt positions that the step computed."""

@@ -221,11 +221,13 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and len(self.table) < self.max_num_seqs and plan.budget > 0:
             request = self.waiting[index]
-            if request.num_output_placeholders > 0:
-                # NOTE: preempted with a token in flight: what to compute is known once that token has arrived.
+            if not request.is_ready:
+                # NOTE: preempted with a token in flight, what to compute is known once that token has arrived.
                 index += 1
                 continue
             hits, num_hit_tokens = self.kv_cache.get_computed_blocks(request)
+            if request.skip_reading_prefix_cache:
+                hits, num_hit_tokens = [], 0
             num_new_tokens = request.num_tokens - num_hit_tokens
             if num_new_tokens > plan.budget:
                 if not self.config.enable_chunked_prefill:
@@ -264,6 +266,12 @@ class Scheduler:
         stamp, rid, num_computed = self._hooks.stamp(), request.request_id, request.num_computed_tokens
         self._hooks.emit(RequestScheduled(*stamp, rid, num_tokens, num_computed, kind, num_hit_tokens))
 
+    def structured_output_requests(self, scheduler_output: SchedulerOutput) -> list[Request]:
+        """Of a step whose forward is launched: the requests for which it will sample a token that a grammar allows.
+        The tokens of earlier steps must have arrived."""
+        requests = self._in_flight[scheduler_output.step].structured_output_requests
+        return [request for request in requests if not request.is_finished and request.num_output_placeholders > 0]
+
     # -- the step's tokens arrive
 
     def update_from_output(
@@ -271,14 +279,19 @@ class Scheduler:
     ) -> list[tuple[Request, list[int]]]:
         """Appends the step's tokens; returns requests that got any, in the runner's order, with the accepted ones.
 
-        A request ends at a stop token (after min_tokens), at max_tokens or at max_model_len; what was sampled after
-        that is dropped, as are tokens of requests that have ended and of a step that `recover` made void. Without
-        `every_token` a quiet request is returned only when it ends.
+        A request ends at a stop token (after min_tokens), at max_tokens or at max_model_len, and when its grammar
+        says that the output is complete or refuses a token; what was sampled after that is dropped, as are tokens of
+        requests that have ended and of a step that `recover` made void. Without `every_token` a quiet request is
+        returned only when it ends.
         """
         if scheduler_output.step not in self._in_flight:
             return []
         batch, now = self._in_flight[scheduler_output.step].in_order(runner_output.req_ids), time.monotonic()
         del self._in_flight[scheduler_output.step]
+        if runner_output.prompt_logprobs:
+            for request in batch.requests:
+                if (found := runner_output.prompt_logprobs.get(request.request_id)) is not None:
+                    request.add_prompt_logprobs(found)
         tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
         table, rows = self.table, batch.rows
         # A request that is still in its row and can't end here: nearly all, nearly always.
@@ -286,6 +299,7 @@ class Scheduler:
         plain &= table.num_tokens[rows] + counts < table.limit[rows]
         if (stop_ids := table.stop_token_ids).size:
             plain &= ~np.isin(tokens, stop_ids).any(axis=1)
+        plain &= ~table.constrained[rows]
         self._append_plain(batch, plain, tokens, counts, now)
         wanted = plain if every_token else plain & ~table.quiet[rows]
         updates = {i: (batch.requests[i], tokens[i, : counts[i]].tolist()) for i in np.flatnonzero(wanted).tolist()}
@@ -338,9 +352,14 @@ class Scheduler:
             self._note_blocks(request)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        params = request.sampling_params
+        params, grammar = request.sampling_params, request.structured_output
+        if grammar is not None and not grammar.accept_token(token_id):
+            request.stop_reason = grammar.error
+            return "error"
         if token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens:
             request.stop_reason = token_id if token_id in params.stop_token_ids else None
+            return "stop"
+        if grammar is not None and grammar.is_terminated:
             return "stop"
         if request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len:
             return "length"

@@ -34,6 +34,11 @@ class ScheduledBatch:
         return tuple(request.request_id for request in self.requests)
 
     @cached_property
+    def structured_output_requests(self) -> tuple[Request, ...]:
+        """Those whose output is held to a grammar."""
+        return tuple(request for request in self.requests if request.structured_output is not None)
+
+    @cached_property
     def num_scheduled_tokens(self) -> dict[str, int]:
         return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
 
@@ -156,4 +161,5 @@ class StepPlan:
             total_num_scheduled_tokens=int(batch.num_tokens.sum()),
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted),
+            has_structured_output_requests=bool(batch.structured_output_requests),
         )

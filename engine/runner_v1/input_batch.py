@@ -14,6 +14,7 @@ import torch
 
 from ..device import Device
 from ..sampling_params import SamplingParams
+from .sampling_metadata import SamplingMetadata, make_sampling_metadata
 
 
 @dataclass(eq=False)
@@ -49,20 +50,6 @@ class CpuGpuBuffer:
         self._device.compute.submit("copy inputs", lambda: self.gpu[:n].copy_(self.cpu[:n], non_blocking=True))
 
 
-@dataclass(frozen=True)
-class SamplingMetadata:
-    """Device slices for the sampler; made anew only when the batch changed. temperature/top_p/min_p f32, top_k i32
-    [r]."""
-
-    all_greedy: bool
-    temperature: torch.Tensor
-    top_p: torch.Tensor | None
-    top_k: torch.Tensor | None
-    min_p: torch.Tensor | None
-    generators: dict[int, torch.Generator]
-    max_num_logprobs: int | None
-
-
 @dataclass(eq=False)
 class InputBatch:
     device: Device
@@ -91,11 +78,18 @@ class InputBatch:
         self.top_p = CpuGpuBuffer(self.device, rows, dtype=torch.float32)
         self.top_k = CpuGpuBuffer(self.device, rows, dtype=torch.int32)
         self.min_p = CpuGpuBuffer(self.device, rows, dtype=torch.float32)
+        self.presence_penalties = CpuGpuBuffer(self.device, rows, dtype=torch.float32)
+        self.frequency_penalties = CpuGpuBuffer(self.device, rows, dtype=torch.float32)
+        self.repetition_penalties = CpuGpuBuffer(self.device, rows, dtype=torch.float32)
         self.greedy_reqs: set[str] = set()
         self.random_reqs: set[str] = set()
         self.top_p_reqs: set[str] = set()
         self.top_k_reqs: set[str] = set()
         self.min_p_reqs: set[str] = set()
+        # Requests whose sampling looks at the tokens of their output.
+        self.penalties_reqs: set[str] = set()
+        self.bad_words_reqs: set[str] = set()
+        self.processors_reqs: set[str] = set()
         self.sampling_metadata: SamplingMetadata | None = None
 
     @property
@@ -108,10 +102,22 @@ class InputBatch:
             self.token_ids_cpu, self.block_table.np, self.num_tokens, self.num_prompt_tokens,
             self.num_computed_tokens_cpu, self.num_blocks,
             self.temperature.np, self.top_p.np, self.top_k.np, self.min_p.np,
+            self.presence_penalties.np, self.frequency_penalties.np, self.repetition_penalties.np,
         )  # fmt: skip
 
     def _row_dicts(self) -> tuple[dict, ...]:
         return (self.generators, self.params, self.stop_ids)
+
+    def _row_sets(self) -> tuple[set[str], ...]:
+        return (
+            self.greedy_reqs, self.random_reqs, self.top_p_reqs, self.top_k_reqs, self.min_p_reqs,
+            self.penalties_reqs, self.bad_words_reqs, self.processors_reqs,
+        )  # fmt: skip
+
+    @property
+    def needs_output_tokens(self) -> bool:
+        """Some row's sampling looks at the tokens of its output, so the host must know them."""
+        return bool(self.penalties_reqs or self.bad_words_reqs or self.processors_reqs)
 
     def add_request(self, state: CachedRequestState) -> int:
         """Puts a request into the smallest empty row and returns it."""
@@ -141,6 +147,9 @@ class InputBatch:
         self.top_p.np[row] = params.top_p
         self.top_k.np[row] = params.top_k if params.top_k > 0 else self.vocab_size
         self.min_p.np[row] = params.min_p
+        self.presence_penalties.np[row] = params.presence_penalty
+        self.frequency_penalties.np[row] = params.frequency_penalty
+        self.repetition_penalties.np[row] = params.repetition_penalty
         (self.greedy_reqs if params.temperature == 0 else self.random_reqs).add(state.req_id)
         if params.top_p < 1:
             self.top_p_reqs.add(state.req_id)
@@ -148,6 +157,12 @@ class InputBatch:
             self.top_k_reqs.add(state.req_id)
         if params.min_p > 0:
             self.min_p_reqs.add(state.req_id)
+        if params.uses_penalties:
+            self.penalties_reqs.add(state.req_id)
+        if params.bad_words_token_ids:
+            self.bad_words_reqs.add(state.req_id)
+        if params.logits_processors:
+            self.processors_reqs.add(state.req_id)
         if state.generator is not None:
             self.generators[row] = state.generator
 
@@ -164,7 +179,7 @@ class InputBatch:
         self.req_ids[row] = None
         for column in self._row_dicts():
             column.pop(row, None)
-        for members in (self.greedy_reqs, self.random_reqs, self.top_p_reqs, self.top_k_reqs, self.min_p_reqs):
+        for members in self._row_sets():
             members.discard(req_id)
         self.changed = True
         return row
@@ -225,24 +240,4 @@ class InputBatch:
         if not self.changed and self.sampling_metadata is not None:
             return
         self.changed = False
-        r = self.num_reqs
-        all_greedy = not self.random_reqs
-
-        def slice_of(buffer: CpuGpuBuffer, needed: bool) -> torch.Tensor | None:
-            if not needed or all_greedy:
-                return None
-            buffer.copy_to_gpu(r)
-            return buffer.gpu[:r]
-
-        if not all_greedy:
-            self.temperature.copy_to_gpu(r)
-        logprobs = [p.logprobs for p in self.params.values() if p.logprobs is not None]
-        self.sampling_metadata = SamplingMetadata(
-            all_greedy=all_greedy,
-            temperature=self.temperature.gpu[:r],
-            top_p=slice_of(self.top_p, bool(self.top_p_reqs)),
-            top_k=slice_of(self.top_k, bool(self.top_k_reqs)),
-            min_p=slice_of(self.min_p, bool(self.min_p_reqs)),
-            generators=dict(self.generators),
-            max_num_logprobs=max(logprobs) if logprobs else None,
-        )
+        self.sampling_metadata = make_sampling_metadata(self)

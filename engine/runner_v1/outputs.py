@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ..device import Device
 from ..sample.logprobs import rows_to_dicts
+from ..sample.prompt_logprobs import PromptLogprobs, prompt_logprobs_of
 from ..sched_output import ModelRunnerOutput
 
 
@@ -21,6 +22,8 @@ class OutputRows:
     req_ids: tuple[str, ...]
     discarded: frozenset[int]
     num_logprobs: tuple[int | None, ...]
+    prompt_logprobs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By request: the position of the first of the step's prompt logprobs, and k."""
 
     def build(self, host: dict[str, torch.Tensor]) -> ModelRunnerOutput:
         num_sampled = np.ones(len(self.req_ids), dtype=np.int32)
@@ -33,7 +36,23 @@ class OutputRows:
                 for row, (req_id, k) in enumerate(zip(self.req_ids, self.num_logprobs, strict=True))
                 if k is not None and row not in self.discarded
             }
-        return ModelRunnerOutput(self.req_ids, host["sampled"].numpy(), num_sampled, logprobs)
+        return ModelRunnerOutput(
+            self.req_ids, host["sampled"].numpy(), num_sampled, logprobs, self._prompt_logprobs(host)
+        )
+
+    def _prompt_logprobs(self, host: dict[str, torch.Tensor]) -> dict[str, PromptLogprobs] | None:
+        if not self.prompt_logprobs:
+            return None
+        result = {}
+        for req_id, (start, k) in self.prompt_logprobs.items():
+            own = {name: host[prompt_key(req_id, name)] for name in ("token_ids", "logprobs", "ranks")}
+            result[req_id] = prompt_logprobs_of(own, start, k)
+        return result
+
+
+def prompt_key(req_id: str, name: str) -> str:
+    """The name of a request's tensor of prompt logprobs among a step's."""
+    return f"prompt {name} {req_id}"
 
 
 Tensors = Callable[[], dict[str, torch.Tensor]]
@@ -62,6 +81,11 @@ class AsyncGPUModelRunnerOutput:
         device.copy.wait_event(device.compute.record_event())
         device.copy.submit("output", copy_to_host, device, tensors, self._host)
         self._event = device.copy.record_event()
+
+    def wait_for_sampled(self) -> np.ndarray:
+        """The step's tokens, i64 [r, 1], while the next step is being made."""
+        self._device.wait(self._event, "output token ids", inside_step=True)
+        return self._host["sampled"].numpy()
 
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self._event, "output", inside_step=False)

@@ -3,14 +3,15 @@
 Faithful to vLLM's V1 in structures, order and waits: dense rows, a backup of every request, pinned buffers rewritten
 each step, host loops per request. Its host waits, by their letter in vLLM's list: A `prepare_inputs` (overlapped
 loop: the pinned buffers are about to be rewritten; each step but the first, and of the empty steps those in which
-rows leave), B `sampled tokens` (plain loop).
+rows leave), B `sampled tokens` (plain loop), F `output token ids` (overlapped loop, when a request's sampling looks at
+its output: penalties, bad words, logits processors).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -24,12 +25,16 @@ from ..graphs import GraphPool
 from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
+from ..sample.logprobs import LogprobsTensors
+from ..sample.prompt_logprobs import compute_prompt_logprobs
 from ..sampling_params import SamplingParams
-from ..sched_output import NewRequestData, SchedulerOutput
+from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from ..streams import Event
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
-from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host
-from .sampler import MinTokens, SamplerOutput, sample
+from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host, prompt_key
+from .prompt_logprobs import PromptChunk, prompt_chunks
+from .sampler import SamplerOutput, sample
+from .step_sampling import make_step_sampling
 
 PLACEHOLDER = -1
 
@@ -62,11 +67,17 @@ class DeviceValues:
 
     hidden: torch.Tensor | None = None
     output: SamplerOutput | None = None
+    prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
+    """By request."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         assert self.output is not None
-        logprobs = self.output.logprobs
-        return {"sampled": self.output.sampled} | (logprobs.as_dict() if logprobs else {})
+        tensors = {"sampled": self.output.sampled}
+        if self.output.logprobs is not None:
+            tensors |= self.output.logprobs.as_dict()
+        for req_id, logprobs in self.prompt_logprobs.items():
+            tensors |= {prompt_key(req_id, name): tensor for name, tensor in logprobs.as_dict().items()}
+        return tensors
 
 
 class ModelRunnerV1:
@@ -113,6 +124,7 @@ class ModelRunnerV1:
         self.generator = torch.Generator(device.torch_device).manual_seed(config.seed)
         # Overlapped loop: the last step's tokens stay on the device, and its rows say whose they are.
         self.prev_sampled: DeviceValues | None = None
+        self.prev_output: AsyncGPUModelRunnerOutput | None = None
         self.prev_req_id_to_index: dict[str, int] = {}
         self.prepare_inputs_event: Event | None = None
         self.last_inputs: StepInputs | None = None
@@ -399,44 +411,52 @@ class ModelRunnerV1:
         if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), f"graph of {size}", "triton"))
 
-    def sample_tokens(self) -> ReadyOutput | AsyncGPUModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ReadyOutput | AsyncGPUModelRunnerOutput:
         assert self._inputs is not None, "sample_tokens: execute_model comes first"
         inputs, values, batch = self._inputs, self._values, self.input_batch
         self._inputs = None
-        metadata, min_tokens = batch.sampling_metadata, self._min_tokens()
+        if self.use_async_scheduling and batch.needs_output_tokens:
+            self._update_async_output_token_ids()
+        metadata, step = batch.sampling_metadata, make_step_sampling(batch, inputs.discarded, grammar_output)
         assert metadata is not None
         r, query_start_loc = len(inputs.req_ids), self.query_start_loc.gpu
+        chunks = prompt_chunks(batch, inputs.query_start_loc_np)
 
         def run() -> None:
             assert values.hidden is not None
             logits = self.model.compute_logits(values.hidden[query_start_loc[1 : r + 1].long() - 1])
-            values.output = sample(logits, metadata, inputs.discarded, min_tokens, self.generator)
+            values.output = sample(logits, metadata, step, self.generator)
+            for chunk in chunks:
+                values.prompt_logprobs[chunk.req_id] = self._prompt_logprobs(values.hidden, chunk)
             values.hidden = None
 
         self.device.compute.submit("sample", run)
         if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "sample", "torch"))
-        rows = OutputRows(inputs.req_ids, inputs.discarded, tuple(batch.params[row].logprobs for row in range(r)))
+        num_logprobs = tuple(batch.params[row].logprobs for row in range(r))
+        prompt_starts = {chunk.req_id: (chunk.start, chunk.k) for chunk in chunks}
+        rows = OutputRows(inputs.req_ids, inputs.discarded, num_logprobs, prompt_starts)
         if self.use_async_scheduling:
             return self._bookkeeping_async(rows, values)
         return self._bookkeeping_sync(rows, values.tensors)
 
-    def _min_tokens(self) -> MinTokens | None:
-        """The stop ids of the rows that must not stop yet, by a host loop over the batch."""
+    def _prompt_logprobs(self, hidden: torch.Tensor, chunk: PromptChunk) -> LogprobsTensors:
+        rows = hidden[chunk.first : chunk.first + chunk.targets.shape[0]]
+        return compute_prompt_logprobs(rows, chunk.targets, chunk.k, self.model.compute_logits)
+
+    def _update_async_output_token_ids(self) -> None:
+        """Writes the last step's tokens over their placeholders, for penalties, bad words and processors. The forward
+        of this step is launched already, so the device doesn't stand still."""
+        if self.prev_output is None:
+            return
+        sampled = self.prev_output.wait_for_sampled()  # F
         batch = self.input_batch
-        produced = batch.num_tokens - batch.num_prompt_tokens
-        active = [
-            row for row in range(batch.num_reqs) if produced[row] < batch.params[row].min_tokens and batch.stop_ids[row]
-        ]
-        if not active:
-            return None
-        width = max(len(batch.stop_ids[row]) for row in active)
-        stop_ids = np.full((batch.num_reqs, width), -1, dtype=np.int64)
-        for row in active:
-            stop_ids[row, : len(batch.stop_ids[row])] = sorted(batch.stop_ids[row])
-        mask = np.zeros(batch.num_reqs, dtype=bool)
-        mask[active] = True
-        return MinTokens(self.device.to_device(stop_ids), self.device.to_device(mask))
+        for req_id, previous in self.prev_req_id_to_index.items():
+            row = batch.req_id_to_index.get(req_id)
+            outputs = self.requests[req_id].output_token_ids if row is not None else []
+            if row is not None and outputs and outputs[-1] == PLACEHOLDER:
+                outputs[-1] = int(sampled[previous, 0])
+                batch.token_ids_cpu[row, batch.num_tokens[row] - 1] = outputs[-1]
 
     def _bookkeeping_sync(self, rows: OutputRows, tensors: Callable[[], dict[str, torch.Tensor]]) -> ReadyOutput:
         """Waits for the tokens and writes each into the batch: the next step's input is made from them on the host."""
@@ -453,7 +473,7 @@ class ModelRunnerV1:
     def _bookkeeping_async(self, rows: OutputRows, values: DeviceValues) -> AsyncGPUModelRunnerOutput:
         """Keeps the tokens on the device and writes a placeholder for each."""
         output = AsyncGPUModelRunnerOutput(self.device, rows, values.tensors)
-        self.prev_sampled = values
+        self.prev_sampled, self.prev_output = values, output
         self.prev_req_id_to_index = {
             req_id: row for row, req_id in enumerate(rows.req_ids) if row not in rows.discarded
         }

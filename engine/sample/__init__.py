@@ -1,1 +1,1 @@
-"""What both runners share of sampling: filters on logits, and logprobs."""
+"""What both runners share of sampling: parameters made ready, filters on logits, grammars, logprobs."""

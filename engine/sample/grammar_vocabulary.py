@@ -23,6 +23,19 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str]
     return vocabulary, _encoding(tokenizer)
 
 
+def without_control_characters(vocabulary: list[str], encoding: Encoding) -> list[str]:
+    """The vocabulary without tokens that write a character below U+0020 which is no line end.
+
+    No JSON text needs one, and inside a string none may stand; xgrammar 0.2.9 allows them in strings of limited length.
+    """
+    control = [byte for byte in range(0x20) if chr(byte) not in "\n\r"]
+    letters = {chr(byte) for byte in control}
+    if encoding == "byte_level":
+        letters |= {chr(0x100 + byte) for byte in control}
+    whole = {f"<0x{byte:02X}>" for byte in control} if encoding == "byte_fallback" else set()
+    return ["" if token in whole or not letters.isdisjoint(token) else token for token in vocabulary]
+
+
 def _encoding(tokenizer: Tokenizer) -> Encoding:
     decoder = tokenizer.backend.decoder
     description = json.loads(decoder.__getstate__()) if decoder is not None else {}

@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..models import Tokenizer
-from .grammar_vocabulary import grammar_vocabulary
+from ..sched_output import GrammarOutput
+from .grammar_vocabulary import grammar_vocabulary, without_control_characters
 from .structured_outputs_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar
+
+    from ..request import Request
 
 MAX_COMPILED = 256
 """Compiled grammars that are kept, the last used ones."""
@@ -61,24 +64,10 @@ class StructuredOutputRequest:
             )
         return self.error is None
 
-    def fill_bitmask(self, bitmask: np.ndarray, row: int, drafts: Sequence[int] = ()) -> None:
-        """Which tokens may come next: bit t % 32 of word t // 32 of `bitmask[row]`, i32. With drafts also row + i: what
-        may follow the first i of them. After a draft that the grammar refuses everything may, since it can't be
-        accepted."""
-        bitmask[row : row + len(drafts) + 1] = ALL_ALLOWED
+    def live_matcher(self) -> xgrammar.GrammarMatcher | None:
+        """What says which tokens may come next; None if any may: the output is complete, or out of the grammar."""
         matcher = self._get_matcher()
-        if matcher is None:
-            return
-        accepted = 0
-        for i, draft in enumerate((*drafts, None)):
-            if matcher.is_terminated():
-                break
-            matcher.fill_next_token_bitmask(bitmask, row + i)
-            if draft is None or not matcher.accept_token(draft):
-                break
-            accepted += 1
-        if accepted:
-            matcher.rollback(accepted)
+        return None if matcher is None or matcher.is_terminated() else matcher
 
     def _get_matcher(self) -> xgrammar.GrammarMatcher | None:
         if self._matcher is None and self.error is None:
@@ -97,7 +86,8 @@ class StructuredOutputManager:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
+        """For JSON, and for what is not."""
         self._executor: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputsParams, Future[xgrammar.CompiledGrammar]] = OrderedDict()
 
@@ -128,35 +118,48 @@ class StructuredOutputManager:
             self._compiled.popitem(last=False)
         return StructuredOutputRequest(compiled, stop_ids)
 
-    def wait_for_one(self, requests: Iterable[StructuredOutputRequest], timeout: float) -> None:
-        """Returns when the grammar of one of `requests` is compiled, or after `timeout` seconds."""
-        wait([request._compiled for request in requests], timeout, FIRST_COMPLETED)
+    def wait_for_any(self, requests: Iterable[Request], timeout: float) -> None:
+        """Returns when the grammar of one of `requests` is compiled, or after `timeout` seconds; at once if none is
+        being compiled."""
+        grammars = [request.structured_output for request in requests if request.structured_output is not None]
+        compiling = [grammar._compiled for grammar in grammars if not grammar.is_ready]
+        if compiling and len(compiling) == len(grammars):
+            wait(compiling, timeout, FIRST_COMPLETED)
+
+    def grammar_output(self, requests: Sequence[Request]) -> GrammarOutput:
+        """For a step that samples a token for each of `requests`, all of which have a grammar."""
+        grammars = [request.structured_output for request in requests if request.structured_output is not None]
+        return GrammarOutput(tuple(request.request_id for request in requests), self.grammar_bitmask(grammars))
 
     def grammar_bitmask(
         self, requests: Sequence[StructuredOutputRequest], drafts: Sequence[Sequence[int]] | None = None
     ) -> np.ndarray:
         """i32 [rows, ceil(V / 32)], bit 1 for allowed: for each request a row, and one more for each of its drafts."""
         drafts = [()] * len(requests) if drafts is None else drafts
-        counts = [len(own) + 1 for own in drafts]
-        bitmask = np.empty((sum(counts), -(-self._vocab_size // 32)), dtype=np.int32)
+        num_rows = sum(len(own) + 1 for own in drafts)
+        bitmask = np.full((num_rows, -(-self._vocab_size // 32)), ALL_ALLOWED, dtype=np.int32)
         row = 0
-        for request, own, count in zip(requests, drafts, counts, strict=True):
-            request.fill_bitmask(bitmask, row, own)
-            row += count
+        for request, own in zip(requests, drafts, strict=True):
+            if (matcher := request.live_matcher()) is not None:
+                _fill(matcher, bitmask, row, own)
+            row += len(own) + 1
         return bitmask
 
     def close(self) -> None:
-        """Ends the thread that compiles."""
+        """Ends the thread that compiles, when it is through with what it compiles now."""
         if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)  # it may be at a large grammar for seconds
             self._executor = None
 
     def _compile(self, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
         import xgrammar
 
-        if self._compiler is None:
+        is_json = params.kind in ("json", "json_object")
+        if is_json not in self._compilers:
             assert self._tokenizer is not None
             vocabulary, encoding = grammar_vocabulary(self._tokenizer, self._vocab_size)
+            if is_json:
+                vocabulary = without_control_characters(vocabulary, encoding)
             info = xgrammar.TokenizerInfo(
                 vocabulary,
                 xgrammar.VocabType[encoding.upper()],
@@ -164,8 +167,25 @@ class StructuredOutputManager:
                 stop_token_ids=list(self._tokenizer.eos_token_ids),
             )
             # Its own cache would hold what `_compiled` has let go.
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        return self._compiler.compile_grammar(parse_grammar(params))
+            self._compilers[is_json] = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return self._compilers[is_json].compile_grammar(parse_grammar(params))
+
+
+def _fill(matcher: xgrammar.GrammarMatcher, bitmask: np.ndarray, row: int, drafts: Sequence[int]) -> None:
+    """Row `row + i`: what may follow the first i drafts. Behind a draft that the grammar refuses everything may, since
+    it can't be accepted."""
+    accepted = 0
+    for draft in drafts:
+        matcher.fill_next_token_bitmask(bitmask, row + accepted)
+        if not matcher.accept_token(draft):
+            break
+        accepted += 1
+        if matcher.is_terminated():
+            break
+    else:
+        matcher.fill_next_token_bitmask(bitmask, row + accepted)
+    if accepted:
+        matcher.rollback(accepted)
 
 
 def parse_grammar(params: StructuredOutputsParams) -> Any:
@@ -190,8 +210,9 @@ def parse_grammar(params: StructuredOutputsParams) -> Any:
         schema = params.json if params.json is not None else '{"type": "object"}'
         return xgrammar.Grammar.from_json_schema(schema, any_whitespace=not params.disable_any_whitespace)
     except Exception as error:
-        value = getattr(params, params.kind)
-        raise ValueError(f"structured_outputs {params.kind}={value!r} can't be used: {_reason(error)}") from error
+        value = repr(getattr(params, params.kind))
+        value = value if len(value) <= 200 else f"{value[:200]}..."
+        raise ValueError(f"structured_outputs {params.kind}={value} can't be used: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

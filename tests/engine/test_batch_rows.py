@@ -10,6 +10,7 @@ from engine import SamplingParams
 from engine.device import Device
 from engine.hooks import Hooks, RowMoved
 from engine.runner_v1.input_batch import CachedRequestState, InputBatch
+from engine.sample.logits_processors import LogitsProcessor, LogitsRows
 from tests.engine.engine_helpers import (
     TraceRequest,
     both_loops,
@@ -20,7 +21,18 @@ from tests.engine.engine_helpers import (
     tiny_llm,
 )
 
-SETS = ("greedy_reqs", "random_reqs", "top_p_reqs", "top_k_reqs", "min_p_reqs")
+SETS = (
+    "greedy_reqs", "random_reqs", "top_p_reqs", "top_k_reqs", "min_p_reqs",
+    "penalties_reqs", "bad_words_reqs", "processors_reqs",
+)  # fmt: skip
+
+
+class _Nothing(LogitsProcessor):
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
+        return logits
+
+
+NOTHING = _Nothing()
 
 
 def _batch(num_rows: int) -> InputBatch:
@@ -36,6 +48,8 @@ def _state(index: int) -> CachedRequestState:
         temperature=0 if index % 2 else 0.5 + index, top_p=0.9 - index / 10, top_k=index + 1,
         min_p=0.1 + index / 100, seed=index,
         min_tokens=index, max_tokens=9, logprobs=index,
+        presence_penalty=0.1 + index / 10, frequency_penalty=-index / 10, repetition_penalty=1.0 + index % 3,
+        bad_words_token_ids=[[index, 2]] * (index % 2), logits_processors=[NOTHING] * (index == 2),
     )  # fmt: skip
     return CachedRequestState(
         req_id=f"r{index}", prompt_token_ids=[10 + index] * (3 + index), output_token_ids=[20 + index] * index,

@@ -58,7 +58,9 @@ def test_the_keywords_have_vllms_names() -> None:
     assert expected <= {field.name for field in dataclasses.fields(EngineConfig)}
     sampling = {
         "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
-        "stop_token_ids", "ignore_eos", "logprobs", "n", "skip_special_tokens", "detokenize",
+        "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "n", "skip_special_tokens", "detokenize",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+        "structured_outputs", "bad_words_token_ids", "logits_processors",
     }  # fmt: skip
     assert sampling == {field.name for field in dataclasses.fields(SamplingParams)}
     assert list(inspect.signature(LLM.generate).parameters)[1:] == ["prompts", "sampling_params", "use_tqdm"]
