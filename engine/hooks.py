@@ -183,6 +183,7 @@ class Hooks:
         self.errors: list[str] = []
         """Reports of subscribers that raised and were dropped."""
         self._subscriptions: tuple[_Subscription, ...] = ()
+        self._routes: dict[type[Event], tuple[_Subscription, ...]] = {}
         with _lock:
             _all_hooks.add(self)
             for subscription in _everywhere:
@@ -202,14 +203,13 @@ class Hooks:
 
     def emit(self, event: Event) -> None:
         """Hands `event` to its subscribers. One that raises is reported on `errors` and dropped; the step goes on."""
-        for subscription in self._subscriptions:
-            if isinstance(event, subscription.types):
-                try:
-                    subscription.fn(event)
-                except Exception as error:  # noqa: BLE001 - an observer must never break the engine
-                    self.errors.append(f"{subscription.fn!r} raised {error!r} on {type(event).__name__}: dropped")
-                    with _lock:
-                        self._remove(subscription)
+        for subscription in self._routes.get(type(event), ()):
+            try:
+                subscription.fn(event)
+            except Exception as error:  # noqa: BLE001 - an observer must never break the engine
+                self.errors.append(f"{subscription.fn!r} raised {error!r} on {type(event).__name__}: dropped")
+                with _lock:
+                    self._remove(subscription)
 
     def stamp(self) -> tuple[int, str, int]:
         """The three leading fields of an event that happens now."""
@@ -237,8 +237,9 @@ class Hooks:
 
     def _replace(self, subscriptions: tuple[_Subscription, ...]) -> None:
         self._subscriptions = subscriptions
-        types = {t for subscription in subscriptions for t in subscription.types}
-        self.wanted = frozenset(event for event in Event.__subclasses__() if issubclass(event, tuple(types)))
+        routes = {t: tuple(s for s in subscriptions if issubclass(t, s.types)) for t in Event.__subclasses__()}
+        self._routes = {event_type: route for event_type, route in routes.items() if route}
+        self.wanted = frozenset(self._routes)
         self.spans = not self.wanted.isdisjoint((SpanBegun, SpanEnded))
 
 

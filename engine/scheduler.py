@@ -56,6 +56,8 @@ class Scheduler:
         self._last_batch: ScheduledBatch | None = None
         self._last_step = 0
         """The last step that was not empty."""
+        self._steady_steps = 0
+        """So many steps can be scheduled like the last one unless a request comes or goes."""
         self._runner_ids: set[str] = set()
         """Ids of which the runner keeps state."""
         self._finished_req_ids: set[str] = set()
@@ -136,7 +138,15 @@ class Scheduler:
     def schedule(self, step: int) -> SchedulerOutput:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
         plan = StepPlan(self.config.max_num_batched_tokens)
-        self._schedule_running(plan)
+        if self._steady_steps > 0 and self._last_batch is not None and self._last_batch.version == self.table.version:
+            self._steady_steps -= 1
+            batch = self._last_batch
+            plan.take_running(batch.rows, batch.num_tokens, self.table.num_computed_tokens[batch.rows])
+        else:
+            self._schedule_running(plan)
+        if RequestScheduled in self._hooks.wanted:
+            for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+                self._emit_scheduled(self._request(row), count, "running", 0)
         if plan.can_admit and self.waiting:
             self._schedule_waiting(plan)
         batch = plan.batch(self.table, self._last_batch)
@@ -147,6 +157,19 @@ class Scheduler:
         finished = frozenset(self._finished_req_ids)
         self._finished_req_ids.clear()
         return plan.output(step, batch, finished)
+
+    def _note_steadiness(self, plan: StepPlan) -> None:
+        """Counts the steps from now on in which all will decode again, in the blocks that they have and to no end."""
+        table, rows = self.table, plan.rows
+        self._steady_steps = 0
+        if len(rows) and len(rows) == len(table) and not plan.all_token_ids and (plan.num_tokens == 1).all():
+            # As it will be behind this step.
+            computed = plan.num_computed_tokens + 1
+            known = table.num_tokens[rows] + table.num_output_placeholders[rows] + 1
+            ends = [table.limit[rows] - known, table.num_slots[rows] - computed]
+            if not self.config.async_scheduling:
+                ends.append(table.publish_at[rows] - 1 - computed)
+            self._steady_steps = int(min(end.min() for end in ends)) if (known == computed + 1).all() else 0
 
     def _schedule_running(self, plan: StepPlan) -> None:
         table = self.table
@@ -162,9 +185,7 @@ class Scheduler:
         for row in rows[table.last_step[rows] != self._last_step].tolist():
             request = self._request(row)
             plan.all_token_ids[request.request_id] = request.all_token_ids
-        if RequestScheduled in self._hooks.wanted:
-            for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-                self._emit_scheduled(self._request(row), count, "running", 0)
+        self._note_steadiness(plan)
 
     def _give_blocks(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Makes room for `num_tokens` of each of `rows`; returns the rows that have it, and their tokens.
@@ -249,6 +270,7 @@ class Scheduler:
             request.num_cached_tokens = num_hit_tokens
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         self.table.add(request, limit, self._seed_index[rid])
+        self._steady_steps = 0
         self._note_blocks(request)
         if rid in self._runner_ids:
             plan.take_resumed(request, num_new_tokens, block_ids)
@@ -295,15 +317,19 @@ class Scheduler:
         tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
         table, rows = self.table, batch.rows
         # A request that is still in its row and can't end here: nearly all, nearly always.
-        plain = (table.generation[rows] == batch.generations) & (counts > 0)
-        plain &= table.num_tokens[rows] + counts < table.limit[rows]
+        plain = (counts > 0) & (table.num_tokens[rows] + counts < table.limit[rows])
+        if batch.version != table.version:
+            plain &= table.generation[rows] == batch.generations
         if (stop_ids := table.stop_token_ids).size:
             plain &= ~np.isin(tokens, stop_ids).any(axis=1)
         plain &= ~table.constrained[rows]
         self._append_plain(batch, plain, tokens, counts, now)
+        all_plain = bool(plain.all())
+        if all_plain and not every_token and table.quiet[rows].all():
+            return []
         wanted = plain if every_token else plain & ~table.quiet[rows]
         updates = {i: (batch.requests[i], tokens[i, : counts[i]].tolist()) for i in np.flatnonzero(wanted).tolist()}
-        for i in np.flatnonzero(~plain & (counts > 0)).tolist():
+        for i in [] if all_plain else np.flatnonzero(~plain & (counts > 0)).tolist():
             request = batch.requests[i]
             if not request.is_finished:
                 accepted = self._append(request, tokens[i, : counts[i]].tolist(), now)
@@ -380,6 +406,7 @@ class Scheduler:
             request.leave()
         self.table = RunningTable(self.max_num_seqs)
         self._last_batch = None
+        self._steady_steps = 0
         known = dict.fromkeys([*running, *self.waiting, *self.requests.values()])
         self.waiting = [r for r in known if self.requests.get(r.request_id) is r]
         for request in self.waiting:

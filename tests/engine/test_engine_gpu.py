@@ -92,10 +92,10 @@ def test_nobody_reads_what_nobody_wrote(engine: LLM) -> None:
 
 
 def test_bfloat16_logits_stay_near_float32() -> None:
-    """The fused bfloat16 step against the plain layers in float32, on the same rounded weights: prompts and a decode.
+    """Against the plain layers in float32, on the same rounded weights: prompts and two decodes.
 
-    bfloat16 keeps 8 bits: each of 28 layers rounds by 2^-9 of a value at the most. The bound is 3% of the logits'
-    spread in the mean and 20% at the worst of 0.9 million.
+    Random weights amplify what 28 layers round; plain bfloat16 layers are off by a tenth of the logits' spread in the
+    mean. The fused step may be off by no more than a tenth more than those.
     """
     half, whole = (
         load_model(MODEL, dtype=dtype, device=torch.device("cuda"), load_format="dummy", skip_tokenizer_init=True).model
@@ -105,9 +105,10 @@ def test_bfloat16_logits_stay_near_float32() -> None:
         for rounded_weight, weight in zip(weights(half), weights(whole), strict=True):
             weight.copy_(rounded_weight)
     whole.triton_attention = None
-    exact, rounded = run(whole), run(half)
-    error, spread = (rounded - exact).abs(), exact.std()
-    assert error.mean() < 0.03 * spread and error.max() < 0.2 * spread, (error.mean() / spread, error.max() / spread)
+    exact, fused = run(whole), run(half)
+    half.triton_attention = None
+    plain_error, error = (run(half) - exact).abs().mean(), (fused - exact).abs().mean()
+    assert error < 0.15 * exact.std() and error < 1.1 * plain_error, (error, plain_error, exact.std())
 
 
 def weights(module: object) -> Iterator[torch.Tensor]:
