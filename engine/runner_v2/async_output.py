@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from ..device import Device
-from ..sample.logprobs import rows_to_dicts
 from ..sched_output import ModelRunnerOutput
+from .sample.logprobs import LogprobsPlan, row_to_dict
+from .sample.prompt_logprobs import PromptLogprobsPlan
 
 
 def empty_tokens(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,8 +36,9 @@ class AsyncOutput:
     """Starts the copies when made; `get_output` waits for them, in the engine's loop and never inside a step.
 
     `tensors()`, called on the copy stream after the sampler, gives `tokens` (see `empty_tokens`; its rows may be more
-    than `req_ids`), and `token_ids`, `logprobs`, `ranks` where logprobs were asked for. The device tensors stay
-    referenced until the copy ended, so that their memory is not reused under it.
+    than `req_ids`), and those of `SampledLogprobs.as_dict()` where logprobs were asked for. The device tensors stay
+    referenced until the copy ended, so that their memory is not reused under it. Logprobs of prompts have been sent to
+    the host by then.
     """
 
     def __init__(
@@ -44,11 +46,15 @@ class AsyncOutput:
         device: Device,
         req_ids: tuple[str, ...],
         num_logprobs: np.ndarray,
+        logprobs_plan: LogprobsPlan,
+        prompt_logprobs: PromptLogprobsPlan | None,
         tensors: Callable[[], dict[str, torch.Tensor]],
     ) -> None:
         self._device = device
         self._req_ids = req_ids
         self._num_logprobs = num_logprobs
+        self._logprobs_plan = logprobs_plan
+        self._prompt_logprobs = prompt_logprobs
         self._tensors = tensors
         self._host: dict[str, torch.Tensor] = {}
         self._kept: dict[str, torch.Tensor] = {}
@@ -68,11 +74,11 @@ class AsyncOutput:
         sampled, num_sampled = (part.numpy() for part in split_tokens(self._host["tokens"]))
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
-        if "token_ids" in host:
-            rows = (host["token_ids"], host["logprobs"], host["ranks"])
+        if self._logprobs_plan.wanted:
             logprobs = {
-                req_id: [rows_to_dicts(*rows, i, int(self._num_logprobs[i]))]
+                req_id: [row_to_dict(self._logprobs_plan, host, i, int(self._num_logprobs[i]))]
                 for i, req_id in enumerate(self._req_ids)
                 if self._num_logprobs[i] >= 0 and num_sampled[i]
             }
-        return ModelRunnerOutput(self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs)
+        prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.result()
+        return ModelRunnerOutput(self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs, prompt_logprobs)

@@ -24,12 +24,14 @@ from ..graphs import GraphPool
 from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten
 from ..models import CausalLM
 from ..models.model_state import ModelState
-from ..sched_output import NewRequestData, SchedulerOutput
+from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from .async_output import AsyncOutput
 from .block_tables import BlockTables
 from .input_batch import InputBatch, InputBuffers, choose_descriptor
 from .sample import Sampler, SamplerPlan
 from .sample.states import SamplingStates
+from .sample.structured_outputs import GrammarBitmask
+from .sample.tables import TokenTable
 from .states import RequestState
 from .step_work import StepWork
 
@@ -49,7 +51,7 @@ GREEDY = SamplerPlan(all_greedy=True)
 RANDOM = SamplerPlan()
 FILTERED = SamplerPlan(filters=True)
 CAPTURED_PLANS = (GREEDY, RANDOM, FILTERED)
-"""What a captured step may sample with; a batch with min_tokens or logprobs runs launch by launch."""
+"""What a captured step may sample with; a batch that needs more of the sampler runs launch by launch."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ class ModelRunnerV2:
         self.sampling_states = SamplingStates(
             device, rows, self.model.config.vocab_size, config.seed, STEPS_IN_FLIGHT, form
         )
-        self.sampler = Sampler(self.sampling_states, form)
+        states = self.req_states
+        token_table = TokenTable(states.all_token_ids.gpu, states.prompt_len.gpu, states.prefill_len.gpu)
+        self.sampler = Sampler(self.sampling_states, form, token_table)
         self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None
@@ -157,8 +161,7 @@ class ModelRunnerV2:
         if scheduler_output.scheduled_new_reqs:
             self._launched(*self.req_states.apply_staged_writes())
             self.model_state.apply_staged_writes()
-            if self.sampling_states.apply_staged_writes():
-                self._launched("write stop_token_ids")
+            self._launched(*self.sampler.apply_staged_writes())
         cached, states = scheduler_output.scheduled_cached_reqs, self.req_states
         if cached.req_ids is not self._cached_ids:
             rows = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
@@ -185,9 +188,7 @@ class ModelRunnerV2:
     def _add_request(self, new: NewRequestData) -> None:
         row = self.req_states.add_request(new)
         self.block_tables.append_block_ids(row, new.block_ids, overwrite=True)
-        self.sampling_states.add_request(
-            row, new.sampling_params, new.num_prompt_tokens, new.stop_token_ids, new.request_seed_index
-        )
+        self.sampler.add_request(row, new)
         self.model_state.add_request(row, new)
         if RowWritten in self.hooks.wanted:
             self.hooks.emit(RowWritten(*self.hooks.stamp(), new.req_id, row))
@@ -323,20 +324,36 @@ class ModelRunnerV2:
         self.device.compute.submit(f"graph of {graph[0]}", replay)
         self._launched(f"graph of {graph[0]}")
 
-    def sample_tokens(self) -> AsyncOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
         assert self._state is not None, "sample_tokens: execute_model comes first"
         batch, work, graph = self._state.batch, self._state.work, self._state.graph
         self._state = None
+        rows = batch.idx_mapping_np
+        prompt_logprobs = None
+        if batch.has_prefill:
+            computed = batch.seq_lens_np - batch.num_scheduled_tokens
+            prompt_logprobs = self.sampler.prompt_logprobs.plan(batch.req_ids, rows, batch.query_start_loc_np, computed)
+        if prompt_logprobs is not None:
+            self._submit(work.prompt_logprobs, prompt_logprobs)
         if graph is None:
-            self._submit(work.sample, batch.plan)
+            self._submit(work.sample, batch.plan, self._grammar_bitmask(batch, grammar))
             self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
-        num_logprobs = self.sampling_states.num_logprobs[batch.idx_mapping_np]
-        output = AsyncOutput(self.device, batch.req_ids, num_logprobs, lambda: work.output)
+        num_logprobs = self.sampling_states.num_logprobs[rows]
+        output = AsyncOutput(
+            self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, lambda: work.output
+        )
         if graph is None:
-            self._submit(work.post_update)  # 10
+            self._submit(work.post_update, batch.plan)  # 10
         return output
+
+    def _grammar_bitmask(self, batch: InputBatch, grammar: GrammarOutput | None) -> GrammarBitmask | None:
+        if grammar is None:
+            return None
+        row_of = {req_id: i for i, req_id in enumerate(batch.req_ids)}
+        logits_rows = np.array([row_of[req_id] for req_id in grammar.structured_output_request_ids], dtype=np.int32)
+        return GrammarBitmask.upload(self.device, logits_rows, grammar.grammar_bitmask)
 
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         name = work.__name__

@@ -22,6 +22,8 @@ from kernels import (
 from ..attention import AttentionMetadata
 from .async_output import empty_tokens
 from .sample import SamplerPlan
+from .sample.prompt_logprobs import PromptLogprobsPlan
+from .sample.structured_outputs import GrammarBitmask
 
 if TYPE_CHECKING:
     from .runner import ModelRunnerV2
@@ -101,13 +103,21 @@ class StepWork:
         inputs = runner.model_state.prepare_inputs(self._buffers.input_ids[:t], self._buffers.positions[:t])
         self._hidden = runner.model(**inputs, metadata=self.metadata, kv_cache=runner.kv_cache)
 
-    def sample(self, plan: SamplerPlan) -> None:
+    def prompt_logprobs(self, plan: PromptLogprobsPlan) -> None:
+        """20, 19: logprobs of the prompts' own tokens, as far as this step has their hidden states."""
+        assert self._hidden is not None
+        self._runner.sampler.prompt_logprobs.compute(
+            plan, self._hidden, self._runner.model.compute_logits, self.idx_mapping, self._buffers.query_start_loc,
+            self._states.num_computed_tokens.gpu,
+        )  # fmt: skip
+
+    def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None) -> None:
         """Logits of the rows that end a request's tokens, and a token for each."""
         assert self._hidden is not None and self.logits_indices is not None
         logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
         # The token to be sampled stands one behind the token that the logits are of.
         positions = self._buffers.positions[self.logits_indices] + 1
-        output = self._runner.sampler.sample(plan, logits, self.idx_mapping, positions)
+        output = self._runner.sampler.sample(plan, logits, self.idx_mapping, positions, grammar=grammar)
         tokens, self._sampled, self._num_sampled = empty_tokens(self.idx_mapping.shape[0], logits.device)
         self._sampled.copy_(output.sampled)
         self._num_sampled.fill_(1)
@@ -124,13 +134,14 @@ class StepWork:
             self._states.prefill_len.gpu, form=self._form,
         )  # fmt: skip
 
-    def post_update(self) -> None:
-        """10: appends the tokens to the state table and advances the computed counts."""
+    def post_update(self, plan: SamplerPlan) -> None:
+        """10: appends the tokens to the state table, counts them for penalties, and advances the computed counts."""
         assert self._sampled is not None and self._num_sampled is not None and self._num_rejected is not None
         post_update(
             self.idx_mapping, self._states.num_computed_tokens.gpu, self._states.last_sampled_tokens,
             self._states.total_len.gpu, self._states.all_token_ids.gpu, self._sampled,
-            self._num_sampled, self._num_rejected, self._buffers.query_start_loc, form=self._form,
+            self._num_sampled, self._num_rejected, self._buffers.query_start_loc,
+            self._runner.sampler.penalties.output_bin_counts if plan.penalties else None, form=self._form,
         )  # fmt: skip
 
     def decode_step(self, plan: SamplerPlan) -> dict[str, torch.Tensor]:
@@ -142,5 +153,5 @@ class StepWork:
         self.forward()
         self.sample(plan)
         self.get_num_sampled_and_rejected()
-        self.post_update()
+        self.post_update(plan)
         return self.output

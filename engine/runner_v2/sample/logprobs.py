@@ -64,10 +64,10 @@ class SampledLogprobs:
         return few | {f"wide_{name}": tensor for name, tensor in wide.items()}
 
 
-def plan_logprobs(device: Device, num_logprobs: np.ndarray, may_split: bool = True) -> LogprobsPlan:
+def plan_logprobs(device: Device, num_logprobs: np.ndarray) -> LogprobsPlan:
     """For rows of logits that ask for `num_logprobs` i32 [l]. An index is uploaded here."""
     is_wide = num_logprobs > FEW_LOGPROBS
-    if not may_split or not is_wide.any():
+    if not is_wide.any():
         return LogprobsPlan(int(num_logprobs.max(initial=NO_LOGPROBS)))
     few = int(num_logprobs[~is_wide].max(initial=NO_LOGPROBS))
     indices = np.flatnonzero(is_wide)

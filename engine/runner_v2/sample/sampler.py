@@ -92,13 +92,9 @@ class SampleRows:
 
 
 class Sampler:
-    def __init__(self, states: SamplingStates, form: str, tokens: TokenTable | None = None) -> None:
-        """Without `tokens` no request may use what looks at its tokens, and logprobs come in one piece."""
+    def __init__(self, states: SamplingStates, form: str, tokens: TokenTable) -> None:
         device, num_rows, ring_depth = states.device, states.num_rows, states.ring_depth
         self.states = states
-        self._may_split_logprobs = tokens is not None
-        if tokens is None:
-            tokens = TokenTable(*(device.zeros(0, dtype=torch.int32) for _ in TokenTable._fields))
         self.penalties = Penalties(device, num_rows, states.vocab_size, ring_depth, form, tokens)
         self.bad_words = BadWords(device, num_rows, ring_depth, form, tokens)
         self.processors = LogitsProcessors(device, num_rows, tokens)
@@ -141,9 +137,7 @@ class Sampler:
             penalties=self.penalties.in_use(rows),
             max_bad_words=self.bad_words.max_words(rows),
             processors=self.processors.calls(rows, num_logits),
-            logprobs=plan_logprobs(
-                states.device, asked if num_logits is None else asked.repeat(num_logits), self._may_split_logprobs
-            ),
+            logprobs=plan_logprobs(states.device, asked if num_logits is None else asked.repeat(num_logits)),
         )
 
     def sample(
