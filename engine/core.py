@@ -24,7 +24,7 @@ from .models import LoadedModel
 from .output_processor import OutputProcessor, ParentRequest
 from .request import Request, RequestOutput
 from .sample.structured_output import StructuredOutputManager
-from .sched_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from .sched_output import ModelRunnerOutput, SchedulerOutput
 from .scheduler import Scheduler
 from .worker import Worker, choose_runner, num_kv_blocks
 
@@ -198,16 +198,16 @@ class EngineCore:
         with self.hooks.span("forward"):
             self.runner.forward()
         yield "forward"
-        grammars: tuple[GrammarOutput, ...] = ()
+        grammar_output = None
         if scheduled.has_structured_output_requests:
             # Grammars must have seen the last tokens: the step in flight is delivered here and not behind this one.
             while self.in_flight:
                 self._deliver()
             with self.hooks.span("grammar"):
                 requests = self.scheduler.structured_output_requests(scheduled)
-                grammars = (self.structured_output.grammar_output(requests),)
+                grammar_output = self.structured_output.grammar_output(requests)
         with self.hooks.span("sample"):
-            self.in_flight.append(InFlightStep(scheduled, self.runner.sample_tokens(*grammars)))
+            self.in_flight.append(InFlightStep(scheduled, self.runner.sample_tokens(grammar_output)))
         yield "sample"
 
     def _deliver(self) -> None:

@@ -24,7 +24,7 @@ from tests.engine.engine_helpers import (
     tokens_of,
 )
 
-RUNNERS = ("v1",)
+RUNNERS = ("v1", "v2")
 runners = pytest.mark.parametrize("runner", RUNNERS)
 
 

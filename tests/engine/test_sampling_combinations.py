@@ -1,5 +1,5 @@
-"""Any subset of the sampling features, in any batch: both loops give the same greedy answers, logprobs and prompt
-logprobs, cut in chunks and preempted or not."""
+"""Any subset of the sampling features, in any batch: both runners and both loops give the same greedy answers, logprobs
+and prompt logprobs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LLM]]:
     engines = [
         make_llm("v1", "plain", loaded),
         make_llm("v1", "overlapped", loaded, max_num_batched_tokens=16),
-        make_llm("v1", "plain", loaded, max_num_batched_tokens=11, num_gpu_blocks_override=15),
+        make_llm("v2", "plain", loaded, max_num_batched_tokens=11, num_gpu_blocks_override=15),
+        make_llm("v2", "overlapped", loaded),
     ]
     yield engines
     for llm in engines:

@@ -34,7 +34,7 @@ from tests.engine.engine_helpers import (
 from tests.engine.random_schemas import fits, random_schema
 from tests.engine.tiny_text import letters, raw_bytes, text_model
 
-RUNNERS = ("v1",)
+RUNNERS = ("v1", "v2")
 runners = pytest.mark.parametrize("runner", RUNNERS)
 NO_STOPS: frozenset[int] = frozenset()
 
