@@ -22,6 +22,8 @@ from .trace import chrome_trace
 
 FORMAT = "runnerscope-recording"
 VERSION = 1
+DATA = Path(__file__).parent / "data"
+"""Recordings for people without the device that made them; `steady_recording` writes them."""
 COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#F0E442", "#999999")
 """Okabe and Ito's colours, told apart by colour-blind eyes too; the n-th request has the n-th, in turn."""
 
@@ -211,6 +213,15 @@ class Recording:
         except (ValueError, EOFError, OSError) as error:
             raise RecordingError(f"{path} is damaged or cut off ({error}): record the run again") from error
         return cls.from_json(data)
+
+    @classmethod
+    def shipped(cls, name: str) -> Recording:
+        """A recording that comes with the project, in workbench/data. RecordingError if there is none of that name."""
+        path = DATA / f"{name}.json.gz"
+        if not path.is_file():
+            there = ", ".join(sorted(p.name.removesuffix(".json.gz") for p in DATA.glob("*.json.gz")))
+            raise RecordingError(f"no recording {name!r} comes with this project; there are: {there}")
+        return cls.load(path)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The measured spans and waits as Chrome's trace events; see `trace.chrome_trace`."""

@@ -2,8 +2,9 @@
 
     python -m workbench.steady_recording --workload B8,AT --out workbench/data
 
-For people without the device that it was made on. The snapshots are left empty: the state of 256 requests would
-be most of the file, and the timeline does not look at it.
+For people without the device that it was made on. Only what happens once a step is observed (SUMMARY_EVENTS): an event
+for each token of 256 requests would slow down the host that the timeline is about. The snapshots are left empty: the
+state of 256 requests would be most of the file, and the timeline does not look at it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 from engine import LLM
 from engine.bench.runs import sampling_params
+from engine.bench.step_costs import SUMMARY_EVENTS
 from engine.bench.workloads import WorkloadSpec, choose
 from engine.hooks import Event
 from engine.snapshot import BlockTablesView, Snapshot
@@ -31,14 +33,15 @@ WARM_UP_STEPS = 40
 
 
 def record_steady(llms: Mapping[str, LLM], spec: WorkloadSpec, steps: int = STEPS) -> Recording:
-    """`steps` steps of each runner's engine in the middle of `spec`, all hooks observed. `llms`: "v1", "v2" -> engine.
+    """`steps` steps of each runner's engine in the middle of `spec`. `llms`: "v1", "v2" -> engine.
 
     The engines are left empty. Raises ValueError if the workload is over before the steps are done, or has a prompt
     that is still being computed then.
     """
     runs = {name: _run(name, llm, spec, steps) for name, llm in llms.items()}
     any_llm = next(iter(llms.values()))
-    meta = describe(any_llm) | {"workload": str(spec), "snapshots": "left out", "first_step": WARM_UP_STEPS + 1}
+    about = {"workload": str(spec), "events": "once a step", "snapshots": "left out", "first_step": WARM_UP_STEPS + 1}
+    meta = describe(any_llm) | about
     recording = Recording(meta=meta)
     for number in range(steps):
         recording.append({name: run[number] for name, run in runs.items()})
@@ -58,7 +61,7 @@ def _run(name: str, llm: LLM, spec: WorkloadSpec, steps: int) -> list[RunnerStep
             llm.step()
         events: list[Event] = []
         times: list[tuple[int, int, int]] = []
-        with core.hooks.subscribe(Event, events.append):
+        with core.hooks.subscribe(SUMMARY_EVENTS, events.append):
             for _ in range(steps):
                 begin = time.perf_counter_ns()
                 llm.step()
