@@ -15,6 +15,7 @@ from tests.engine.engine_helpers import (
     EOS,
     TraceRequest,
     both_loops,
+    both_runners,
     greedy,
     ids,
     prompt_of,
@@ -23,9 +24,6 @@ from tests.engine.engine_helpers import (
     tiny_llm,
     tokens_of,
 )
-
-RUNNERS = ("v1", "v2")
-runners = pytest.mark.parametrize("runner", RUNNERS)
 
 
 class Witness(LogitsProcessor):
@@ -93,7 +91,7 @@ def test_rows_that_list_the_same_processor_share_a_call() -> None:
         assert tuple(processor for processor, rows in calls if row in rows) == listed
 
 
-@runners
+@both_runners
 def test_a_requests_own_order_is_kept(runner: str) -> None:
     """(x + 100) * 0 and x * 0 + 100 differ."""
     first, second = (Plus(9, 100.0), Times(9, 0.0)), (Times(9, 0.0), Plus(9, 100.0))
@@ -114,7 +112,7 @@ def test_where_it_stands_in_the_order() -> None:
 # -- what it is told ---------------------------------------------------------------------------------------------------
 
 
-@runners
+@both_runners
 @both_loops
 def test_it_sees_every_token_before_the_one_to_be_sampled(runner: str, loop: str) -> None:
     """In the overlapped loop too, in which the last token is on the device only when the step is made."""
@@ -128,7 +126,7 @@ def test_it_sees_every_token_before_the_one_to_be_sampled(runner: str, loop: str
     assert witness.calls[:7] == [[((*prompt, *answer[:i]), 9)] for i in range(7)]
 
 
-@runners
+@both_runners
 @both_loops
 def test_one_call_a_step_for_all_its_requests(runner: str, loop: str) -> None:
     witness = Witness()
@@ -143,7 +141,7 @@ def test_one_call_a_step_for_all_its_requests(runner: str, loop: str) -> None:
                 assert (known, len(request.prompt_token_ids)) in witness.calls[position]
 
 
-@runners
+@both_runners
 @both_loops
 def test_chunks_and_preemption_do_not_change_what_it_does(runner: str, loop: str) -> None:
     class Successor(LogitsProcessor):
@@ -165,7 +163,7 @@ def test_chunks_and_preemption_do_not_change_what_it_does(runner: str, loop: str
         assert result.tokens(one.request_id) == tuple((one.prompt[-1] + 5 * (i + 1)) % 384 for i in range(14))
 
 
-@runners
+@both_runners
 def test_it_may_end_a_request_and_leaves_logprobs_alone(runner: str) -> None:
     """Logprobs are the model's own."""
     params = SamplingParams(temperature=0, max_tokens=9, logprobs=3)
@@ -200,7 +198,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@runners
+@both_runners
 @both_loops
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_raised_and_the_engine_goes_on(runner: str, loop: str, name: str) -> None:
