@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -12,6 +13,10 @@ import torch
 
 from .hooks import Hooks, Lane
 from .streams import Event, Span
+
+
+_FAR_MS = 10_000.0
+"""Elapsed times are float32: behind this a span would be told to the microsecond no longer."""
 
 
 class CudaEvent:
@@ -67,8 +72,9 @@ class CudaStream:
         self._hooks = hooks
         self.stream = torch.cuda.Stream(device)
         self._scope = _Scope(self.stream)
-        self._timed: list[tuple[int, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._origin = self._clock_origin()
+        self._timed: deque[tuple[int, str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free_events: list[torch.cuda.Event] = []
+        self.tie_clocks()
 
     def scope(self) -> AbstractContextManager[None]:
         """While it is open this is the thread's current stream, and `submit` need not make it so. May be nested."""
@@ -79,18 +85,22 @@ class CudaStream:
             if not self._hooks.spans:
                 fn(*args)
                 return
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = self._timing_event(), self._timing_event()
             begin.record(self.stream)
             fn(*args)
             end.record(self.stream)
             self._timed.append((self._hooks.step, name, begin, end))
 
-    def _clock_origin(self) -> tuple[int, torch.cuda.Event]:
-        """Ties the device's clock to the host's. Waits for the device: once, when the stream is made."""
+    def _timing_event(self) -> torch.cuda.Event:
+        return self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
+
+    def tie_clocks(self) -> None:
+        """Notes what the host's clock says at a point of the device's, and waits for the device to do so: when the
+        stream is made, and again in each pause, since the two clocks drift apart."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         event.synchronize()
-        return time.perf_counter_ns(), event
+        self._origin = time.perf_counter_ns(), event
 
     def record_event(self) -> CudaEvent:
         return CudaEvent(self.stream)
@@ -102,10 +112,16 @@ class CudaStream:
     def take_spans(self) -> list[Span]:
         spans = []
         while self._timed and self._timed[0][3].query():
-            step, name, begin, end = self._timed.pop(0)
+            step, name, begin, end = self._timed.popleft()
             origin_ns, origin = self._origin
-            begin_ns = origin_ns + int(origin.elapsed_time(begin) * 1e6)
+            since_origin = origin.elapsed_time(begin)
+            begin_ns = origin_ns + int(since_origin * 1e6)
             spans.append(Span(step, name, self.lane, begin_ns, begin_ns + int(begin.elapsed_time(end) * 1e6)))
+            self._free_events.append(end)
+            if since_origin > _FAR_MS:
+                self._origin = begin_ns, begin
+            else:
+                self._free_events.append(begin)
         return spans
 
     def reset(self) -> None:

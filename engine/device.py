@@ -117,6 +117,8 @@ class Device:
         """Waits until both streams are idle: a pause, never part of a step."""
         for stream in (self.compute, self.copy):
             stream.record_event().synchronize()
+            if isinstance(stream, CudaStream):
+                stream.tie_clocks()
 
     def reset(self) -> None:
         """Waits until both streams are idle and clears a failure."""

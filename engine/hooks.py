@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal
 
 Lane = Literal["host", "compute", "copy"]
@@ -217,17 +218,7 @@ class Hooks:
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Measures a phase of the host, if anybody wants it measured."""
-        return self._measured(name) if self.spans else _NOT_MEASURED
-
-    @contextmanager
-    def _measured(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter_ns()
-        self.emit(SpanBegun(self.step, self.runner, begin, name, "host"))
-        try:
-            yield
-        finally:
-            end = time.perf_counter_ns()
-            self.emit(SpanEnded(self.step, self.runner, end, name, "host", begin, end))
+        return _HostSpan(self, name) if self.spans else _NOT_MEASURED
 
     def _add(self, subscription: _Subscription) -> None:
         self._replace((*self._subscriptions, subscription))
@@ -241,6 +232,21 @@ class Hooks:
         self._routes = {event_type: route for event_type, route in routes.items() if route}
         self.wanted = frozenset(self._routes)
         self.spans = not self.wanted.isdisjoint((SpanBegun, SpanEnded))
+
+
+class _HostSpan(AbstractContextManager[None]):
+    def __init__(self, hooks: Hooks, name: str) -> None:
+        self._hooks = hooks
+        self._name = name
+        self._begin = 0
+
+    def __enter__(self) -> None:
+        hooks, self._begin = self._hooks, time.perf_counter_ns()
+        hooks.emit(SpanBegun(hooks.step, hooks.runner, self._begin, self._name, "host"))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        hooks, end = self._hooks, time.perf_counter_ns()
+        hooks.emit(SpanEnded(hooks.step, hooks.runner, end, self._name, "host", self._begin, end))
 
 
 _NOT_MEASURED = nullcontext()
