@@ -20,9 +20,7 @@ from engine.sample.bad_words import forbidden_next_tokens
 from engine.sample.filters import apply_grammar_bitmask
 from engine.sample.penalties import token_counts
 from engine.sched_output import GrammarOutput
-from tests.engine.engine_helpers import (
-    greedy,
-)
+from tests.engine.engine_helpers import greedy
 from tests.engine.sampling_reference import processed
 
 VOCAB = 23
