@@ -292,10 +292,13 @@ class Session:
     def _learn_text(self, record: StepRecord) -> None:
         text = self.recording.token_text
         for done in record.runners.values():
+            # A device knows its newest tokens a step before the host does.
+            rows = (row.cells.get("last_sampled_token") for row in done.snapshot.rows)
+            seen = [tuple(int(token) for token in rows if token is not None and token >= 0)]
             for request in done.snapshot.requests:
-                for token in (*request.prompt_token_ids, *request.output_token_ids):
-                    if token not in text:
-                        text[token] = self._token_text(token)
+                seen += [request.prompt_token_ids, request.output_token_ids]
+            for token in set().union(*seen) - text.keys():
+                text[token] = self._token_text(token)
 
     def __repr__(self) -> str:
         return f"<Session {'+'.join(self.runners)} step {self.cursor} of {self.num_steps}>"

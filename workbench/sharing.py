@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from engine.snapshot import Snapshot
 
@@ -25,17 +25,14 @@ def shared(new: T, old: object) -> T:
         return _shared_tuple(new, old)
     if new == old:
         return old
-    if dataclasses.is_dataclass(new):
-        kept: dict[str, Any] = {}
-        for name in _names(new.__class__):
-            value = getattr(new, name)
-            # A number or a name alone would save nothing: the copy that it asks for costs more.
-            if isinstance(value, tuple) or dataclasses.is_dataclass(value):
-                own = shared(value, getattr(old, name))
-                if own is not value:
-                    kept[name] = own
-        return dataclasses.replace(new, **kept) if kept else new  # type: ignore[type-var]
-    return new
+    kind: Any = type(new)
+    kept: dict[str, Any] = {}
+    for name in _worth(kind):
+        value = getattr(new, name)
+        own = shared(value, getattr(old, name))
+        if own is not value:
+            kept[name] = own
+    return dataclasses.replace(new, **kept) if kept else new  # type: ignore[type-var]
 
 
 def shared_in_turn(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
@@ -49,8 +46,8 @@ def shared_in_turn(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
 
 
 def _shared_tuple(new: tuple[Any, ...], old: tuple[Any, ...]) -> Any:
-    """Only a tuple of dataclasses or of tuples is worth taking apart."""
-    if not new or not old or not (isinstance(new[0], tuple) or dataclasses.is_dataclass(new[0])):
+    kind: Any = type(new[0]) if new else None
+    if not new or not old or not (kind is tuple or _worth(kind)):
         return old if new == old else new
     parts = tuple(map(shared, new, old)) + new[len(old) :]
     if len(parts) == len(old) and all(map(operator.is_, parts, old)):
@@ -59,8 +56,16 @@ def _shared_tuple(new: tuple[Any, ...], old: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+def _worth(kind: Any) -> tuple[str, ...]:
+    """The fields of a dataclass that may be large: tuples and dataclasses. A number's copy costs less than asking."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    hints = get_type_hints(kind).items()
+    return tuple(name for name, hint in hints if _large(hint) or any(map(_large, get_args(hint))))
+
+
+def _large(hint: Any) -> bool:
+    return get_origin(hint) is tuple or dataclasses.is_dataclass(hint)
 
 
 class Prefix(Sequence[T]):

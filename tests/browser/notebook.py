@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
+import nbformat
 from playwright.sync_api import Locator, Page, expect
+
+if TYPE_CHECKING:
+    from workbench.lab import LabServer
 
 START_MS = 60_000
 RUN_MS = 180_000
@@ -73,3 +78,15 @@ class Dashboard:
     def shows(self, view: str) -> str:
         """What a view draws: its text and its shapes."""
         return self.root.locator(f".rs-at-{view}").first.inner_html()
+
+
+def made(page: Page, lab: LabServer, name: str, code: str) -> Notebook:
+    """A notebook of one cell, run; `open_workbench` is imported."""
+    cell = nbformat.v4.new_code_cell(f"from workbench import open_workbench\n{code}")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, lab.root / f"{name}.ipynb")
+    opened = Notebook(page, lab.url(f"{name}.ipynb"))
+    opened.run_all()
+    assert opened.errors() == []
+    return opened

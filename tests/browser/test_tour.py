@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="playwright isn't installed (pip install playwright)")
 
-from tests.browser.notebook import Notebook
+from tests.browser.notebook import Notebook, made
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -85,15 +84,3 @@ def test_a_bad_setting_is_said_and_harms_nothing(page: Page, lab: LabServer, com
     dashboard.root.locator(".rs-error", has_text="block_size=0").wait_for(timeout=30_000)
     dashboard.press("step")
     assert dashboard.step_number() == 2
-
-
-def made(page: Page, lab: LabServer, name: str, code: str) -> Notebook:
-    """A notebook of one cell, run."""
-    cell = nbformat.v4.new_code_cell(f"from workbench import open_workbench\n{code}")
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(notebook, lab.root / f"{name}.ipynb")
-    opened = Notebook(page, lab.url(f"{name}.ipynb"))
-    opened.run_all()
-    assert opened.errors() == []
-    return opened

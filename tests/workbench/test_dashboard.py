@@ -195,10 +195,11 @@ def test_the_bar_tells_waits_and_escapes() -> None:
     assert "<img" not in controls.figure(record)._repr_html_()
 
 
-def test_a_step_of_64_requests_and_512_blocks_is_shown_within_100_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_64_requests_and_512_blocks_costs_little_of_the_100_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a step costs on this side beyond the engines' own: snapshots, view models, JSON.
 
-    It is this thread's processor time, the best of five, so that a busy machine does not count as ours.
+    It is this thread's processor time, the best of five, so that a busy machine does not count as ours: 24 ms of the
+    100 in which the step is to be on the page. What the page takes, tests/browser/test_step_cost.py measures.
     """
     model_time = [0.0]
     step = EngineCore.step
@@ -223,7 +224,7 @@ def test_a_step_of_64_requests_and_512_blocks_is_shown_within_100_ms(monkeypatch
         dash.step()
         costs.append(time.thread_time() - begin - (model_time[0] - spent))
     assert sum(len(_packed(view.model, view)) for view in dash.views.values()) > 100_000
-    assert min(costs) < 0.1, costs
+    assert min(costs) < 0.05, costs
 
 
 def test_greedy_settings_survive_the_form(dash: Dashboard) -> None:

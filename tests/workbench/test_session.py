@@ -370,3 +370,11 @@ def test_priority_and_own_sampling_reach_the_engine() -> None:
     assert rows["A"]["temperature"] == pytest.approx(0.7)
     assert rows["A"]["top_p"] == pytest.approx(0.9)
     assert next(iter(record.runners["v1"].of(RequestScheduled))).request_id == "B"
+
+
+def test_the_text_of_a_token_is_known_as_soon_as_the_device_has_it() -> None:
+    session = tiny_session()
+    for _ in range(6):
+        record = session.step()
+        newest = {row.cells["last_sampled_token"] for row in record.runners["v2"].snapshot.rows if row.request_id}
+        assert newest - {None, -1} <= record.token_text.keys()

@@ -31,23 +31,26 @@ export function pool(panel) {
   const { cells, columns, size, free_next: next, num_free: free } = panel.pool;
   const top = 36;
   const bottom = top + Math.ceil(cells.length / columns) * size;
-  const shapes = [text(0, 12, panel.pool.title), text(0, 28, panel.pool.summary)];
-  const alike = new Map();
+  const small = size < 18;
+  const groups = new Map();
+  const single = [];
   cells.forEach((cell, i) => {
     const x = (i % columns) * size;
     const y = top + Math.floor(i / columns) * size;
-    if (size < 18 && !cell.change && GROUPED.has(cell.state)) gather(alike, cell, square(x + 0.5, y + 0.5, size - 2, size - 2));
-    else shapes.push(blockCell(cell, x, y, size, panel.colors));
+    if (small && !cell.change && GROUPED.has(cell.state)) gather(groups, cell, square(x + 0.5, y + 0.5, size - 2, size - 2));
+    else single.push(blockCell(cell, x, y, size, panel.colors));
   });
-  for (const group of alike.values()) shapes.push(cellGroup(group, panel.colors));
-  shapes.push(text(0, bottom + 16, panel.pool.cache), text(0, bottom + 36, "free list"));
-  next.forEach(([id, cached], i) => {
+  const list = next.map(([id, cached], i) => {
     const x = 50 + i * 24;
-    shapes.push(svg("rect", { x, y: bottom + 24, width: 22, height: 17, rx: 3, class: cached ? CACHED : FREE }));
-    shapes.push(number(x + 11, bottom + 36, id, { "font-size": 10 }));
+    return [svg("rect", { x, y: bottom + 24, width: 22, height: 17, rx: 3, class: cached ? CACHED : FREE }),
+      number(x + 11, bottom + 36, id, { "font-size": 10 })];
   });
-  if (free > next.length) shapes.push(text(53 + next.length * 24, bottom + 36, `+${free - next.length}`));
-  return picture(Math.max(columns * size, 206), bottom + 48, `${panel.pool.title}: ${panel.pool.summary}`, shapes);
+  // What comes and goes with every step stands last, so that the others keep their places.
+  return picture(Math.max(columns * size, 206), bottom + 48, `${panel.pool.title}: ${panel.pool.summary}`, [
+    text(0, 12, panel.pool.title), text(0, 28, panel.pool.summary), text(0, bottom + 16, panel.pool.cache), text(0, bottom + 36, "free list"),
+    small ? [...new Set([...KEPT, ...Object.keys(panel.colors), ...groups.keys()])].map((kind) => cellGroup(kind, groups.get(kind), panel.colors)) : null,
+    list, free > next.length ? text(53 + next.length * 24, bottom + 36, `+${free - next.length}`) : null, single,
+  ]);
 }
 
 const FREE = "rs-free";
@@ -56,19 +59,21 @@ const CACHED = "rs-cached-free";
 /** Small blocks of one owner, or of none, that did not change share one path: a pool of 512 must still draw at once. */
 const GROUPED = new Set(["used", "free", "cached"]);
 
+const KEPT = [" free", " cached"]; // no request's id begins with a space
+
 function gather(groups, cell, path) {
-  const owner = cell.owners?.[0] ?? null;
-  const key = `${cell.state} ${owner}`;
-  const group = groups.get(key) ?? { state: cell.state, owner, ids: [], d: "" };
+  const kind = cell.owners?.[0] ?? ` ${cell.state}`;
+  const group = groups.get(kind) ?? { ids: [], d: "" };
   group.ids.push(cell.id);
   group.d += path;
-  groups.set(key, group);
+  groups.set(kind, group);
 }
 
-function cellGroup({ state, owner, ids, d }, colors) {
-  const said = `${owner ?? (state === "cached" ? "free, still in the prefix cache" : "free")}: blocks ${ids.join(" ")}`;
-  const paint = owner === null ? { class: state === "cached" ? CACHED : FREE } : { fill: colors[owner] ?? NOBODY, "data-request": owner };
-  return svg("path", { d, ...paint }, title(said));
+/** One path for the blocks of a kind: a request, or free ones. It is there without any too, so that it stays the same node. */
+function cellGroup(kind, group, colors) {
+  const said = { " free": "free", " cached": "free, still in the prefix cache" }[kind] ?? kind;
+  const paint = KEPT.includes(kind) ? { class: kind === " cached" ? CACHED : FREE } : { fill: colors[kind] ?? NOBODY, "data-request": kind };
+  return svg("path", { d: group?.d ?? "", ...paint }, title(`${said}: blocks ${group?.ids.join(" ") ?? "none"}`));
 }
 
 function ownedRow(panel, i, row) {

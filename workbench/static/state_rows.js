@@ -32,21 +32,24 @@ function columnsOf(text) {
 }
 
 /**
- * The width of each column, as CSS has it: wide enough for its longest text. Given widths make every row a world of its own, so
- * that a changed cell costs the layout of one row; the browser's own way to find them is to look at every cell again.
+ * The style that gives each column its width: from its longest word or value up to the whole of its name, where there is room.
+ * Given widths make every row a world of its own, so that a changed cell costs the layout of one row; the browser's own way to
+ * find them is to look at every cell again.
  */
 export function widths({ columns, rows }) {
   const used = rows.filter((one) => one.kind === "used");
   const longest = (texts, least) => texts.reduce((most, text) => Math.max(most, columnsOf(text)), least);
   // The head is set in a smaller, proportional font: so much of a character of the table's own is one of its.
-  const ofHead = ({ key, where }) => {
-    const word = longest(key.split("_").map((part) => `${part}_`), Math.min(key.length, HEAD));
-    return Math.max(word * 0.8, where.length * 0.68);
-  };
+  const ofHead = ({ key, where }, line) => Math.max(longest(key.split("_").map((part) => `${part}_`), 0) * 0.8, line * 0.87, where.length * 0.68);
   const cells = columns.map((_, i) => Math.min(longest(used.map((one) => one.cells[i].v.join("")), 3), TOKEN));
+  const of = (line) => columns.map((column, i) => Math.max(cells[i], ofHead(column, line(column))));
   const named = [longest(rows.map((one) => one.row), 2.4), Math.max(longest(used.map((one) => one.id), 0) + 2, 6.1)];
-  const all = [...named, ...columns.map((column, i) => Math.max(cells[i], ofHead(column)))];
-  return all.map((wide) => `calc(${Math.round(wide * 100) / 100}ch + ${PADDING}px)`).join(" ");
+  const least = [...named, ...of(() => 0)];
+  const most = [...named, ...of(({ key }) => Math.min(key.length, HEAD))];
+  const size = (wide, count = 1) => `calc(${Math.round(wide * 100) / 100}ch + ${count * PADDING}px)`;
+  const sum = (list) => size(list.reduce((all, wide) => all + wide, 0), list.length);
+  const tracks = least.map((wide, i) => `minmax(${size(wide)},${size(most[i])})`).join(" ");
+  return `--rs-columns:${tracks};min-width:${sum(least)};width:${sum(most)}`;
 }
 
 /** The path of a move between two displayed rows, bending further out the later its lane, and where its heads point. */
@@ -77,7 +80,7 @@ function stretches(rows) {
 
 function panel(one) {
   const columns = [head("row", "", "row number"), head("request", "", "the request in this row")];
-  const table = el("table", { role: "table", "aria-label": one.title, style: `--rs-columns:${widths(one)}` },
+  const table = el("table", { role: "table", "aria-label": one.title, style: widths(one) },
     el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, columns, one.columns.map(({ key, where, title: tip }) => head(key, where, tip)))),
     stretches(one.rows).map((rows) => lazy(el("tbody", { role: "rowgroup", style: `height:${ROW * rows.length}px` }, rows.map(row)))));
   return el("section", { class: "rs-panel" }, heading(one.title, one.note), el("div", { class: "rs-scroll" }, table, arrows(one)));

@@ -5,6 +5,7 @@ What V1 and V2 have alike is drawn once; where they part, each has its line and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -198,7 +199,16 @@ def _token(line: _Line, position: int, kind: str, flags: list[str], parts: bool,
         tip = f"position {position} · sampled on the device, not yet on the host"
         return {"k": kind, "f": flags, "p": ["…"], "t": tip}
     flags = [*flags, "differs"] if parts else flags
-    tip = f"token {line.ids[position]} · position {position} · {_ORIGIN[kind]}"
-    tip += f" in step {line.sampled_in[position]}" if position in line.sampled_in else ""
+    token = line.ids[position]
+    return _known(token, piece(token, text), position, kind, tuple(flags), line.sampled_in.get(position))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _known(
+    token: int, pieces: tuple[str, ...], position: int, kind: str, flags: tuple[str, ...], sampled_in: int | None
+) -> Token:
+    """Most tokens of a step are those of the step before."""
+    tip = f"token {token} · position {position} · {_ORIGIN[kind]}"
+    tip += f" in step {sampled_in}" if sampled_in is not None else ""
     tip += "".join(f" · {LEGEND[flag]}" for flag in flags)
-    return {"k": kind, "f": flags, "p": piece(line.ids[position], text), "t": tip}
+    return {"k": kind, "f": flags, "p": pieces, "t": tip}
