@@ -218,7 +218,7 @@ class EngineCore:
             every_token = self.output_processor.observed
             updates = self.scheduler.update_from_output(step.scheduler_output, output, every_token)
             self._outputs += self.output_processor.process(
-                updates, output.logprobs, step.scheduler_output.step, self._stop_at_string
+                updates, output.logprobs, step.scheduler_output.step, self._stop_at_string, output.traces
             )
             self._remember(request for request, _ in updates if request.is_finished)
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
 
+from .sample.trace import SamplingTrace
+
 Lane = Literal["host", "compute", "copy"]
 
 
@@ -137,6 +139,16 @@ class Sampled(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingTraced(Event):
+    """How the token at `position` was drawn; it follows the token's `Sampled`. See `ON_REQUEST`."""
+
+    request_id: str
+    position: int
+    sampled_in_step: int
+    trace: SamplingTrace
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDelivered(Event):
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -162,6 +174,9 @@ class SpanEnded(Event):
     end_ns: int
 
 
+ON_REQUEST: tuple[type[Event], ...] = (SamplingTraced,)
+"""Events that cost the device work of its own: only who names the type gets them, `Event` is all of the others."""
+
 Subscriber = Callable[[Event], None]
 
 
@@ -169,6 +184,11 @@ Subscriber = Callable[[Event], None]
 class _Subscription:
     types: tuple[type[Event], ...]
     fn: Subscriber
+
+
+def _wants(subscription: _Subscription, event_type: type[Event]) -> bool:
+    types = subscription.types
+    return event_type in types or (Event in types and event_type not in ON_REQUEST)
 
 
 class Hooks:
@@ -192,7 +212,7 @@ class Hooks:
 
     @contextmanager
     def subscribe(self, types: type[Event] | Iterable[type[Event]], fn: Subscriber) -> Iterator[None]:
-        """Calls `fn(event)` for each event of `types` (subclasses count) while the context is open."""
+        """Calls `fn(event)` for each event of `types` while the context is open; `Event` is all but `ON_REQUEST`."""
         subscription = _Subscription(_as_types(types), fn)
         with _lock:
             self._add(subscription)
@@ -228,7 +248,7 @@ class Hooks:
 
     def _replace(self, subscriptions: tuple[_Subscription, ...]) -> None:
         self._subscriptions = subscriptions
-        routes = {t: tuple(s for s in subscriptions if issubclass(t, s.types)) for t in Event.__subclasses__()}
+        routes = {t: tuple(s for s in subscriptions if _wants(s, t)) for t in Event.__subclasses__()}
         self._routes = {event_type: route for event_type, route in routes.items() if route}
         self.wanted = frozenset(self._routes)
         self.spans = not self.wanted.isdisjoint((SpanBegun, SpanEnded))

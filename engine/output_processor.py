@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
-from .hooks import Hooks, OutputDelivered, Sampled
+from .hooks import Hooks, OutputDelivered, Sampled, SamplingTraced
 from .models import Tokenizer
 from .request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
 from .sample.logprobs import RequestLogprobs
+from .sample.trace import SamplingTrace
 from .sampling_params import SamplingParams
 
 
@@ -78,7 +79,7 @@ class OutputProcessor:
     @property
     def observed(self) -> bool:
         """Somebody wants every token of every request at once."""
-        return Sampled in self._hooks.wanted or OutputDelivered in self._hooks.wanted
+        return not self._hooks.wanted.isdisjoint((Sampled, SamplingTraced, OutputDelivered))
 
     def child_ids(self, request_id: str) -> list[str]:
         """The scheduler's ids behind the caller's `request_id`; none if it is unknown or finished."""
@@ -98,6 +99,7 @@ class OutputProcessor:
         logprobs: dict[str, list[RequestLogprobs]] | None,
         step: int,
         stop: Callable[[Request, str], None],
+        traces: dict[str, SamplingTrace] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of `updates`, requests that got tokens in `step`; `stop(request, string)` ends one that met a
         stop string. A quiet request may come only when it is finished."""
@@ -115,7 +117,7 @@ class OutputProcessor:
             if request.is_finished and child.detokenizer:
                 child.detokenizer.finish()
             if observed:
-                self._emit(child, token_ids, before, step)
+                self._emit(child, token_ids, before, step, (traces or {}).get(request.request_id))
         outputs = []
         for parent in touched.values():
             finished = parent.finished
@@ -143,15 +145,15 @@ class OutputProcessor:
             return {token: Logprob(lp, rank) for token, (lp, rank) in entry.items()}
         # A model's vocabulary may go beyond the tokenizer's: such a token has no text.
         text, known = self._tokenizer.token_text, self._tokenizer.vocab_size
-        return {
-            token: Logprob(lp, rank, text(token) if token < known else None) for token, (lp, rank) in entry.items()
-        }
+        return {token: Logprob(lp, rank, text(token) if token < known else None) for token, (lp, rank) in entry.items()}
 
-    def _emit(self, child: _Child, token_ids: list[int], before: int, step: int) -> None:
+    def _emit(self, child: _Child, token_ids: list[int], before: int, step: int, trace: SamplingTrace | None) -> None:
         request, hooks = child.request, self._hooks
         first = request.num_tokens - len(token_ids)
         for offset, token_id in enumerate(token_ids):
             hooks.emit(Sampled(*hooks.stamp(), request.request_id, token_id, first + offset, step))
+        if trace is not None and token_ids and SamplingTraced in hooks.wanted:
+            hooks.emit(SamplingTraced(*hooks.stamp(), request.request_id, first, step, trace))
         text = child.detokenizer.text[before:] if child.detokenizer else ""
         hooks.emit(OutputDelivered(*hooks.stamp(), request.request_id, tuple(token_ids), text, request.finish_reason))
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from .sample.logprobs import RequestLogprobs
 from .sample.prompt_logprobs import PromptLogprobs
+from .sample.trace import SamplingTrace
 from .sampling_params import SamplingParams
 
 
@@ -96,3 +97,5 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[RequestLogprobs]] | None = None
     prompt_logprobs: dict[str, PromptLogprobs] | None = None
     """Of the requests that asked for them, those of the prompt positions that the step computed."""
+    traces: dict[str, SamplingTrace] | None = None
+    """How each request's token was drawn, if somebody watches (`hooks.SamplingTraced`)."""

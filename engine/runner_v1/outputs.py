@@ -12,6 +12,7 @@ import torch
 from ..device import Device
 from ..sample.logprobs import rows_to_dicts
 from ..sample.prompt_logprobs import PromptLogprobs, prompt_logprobs_of
+from ..sample.trace import read_traces
 from ..sched_output import ModelRunnerOutput
 
 
@@ -36,8 +37,9 @@ class OutputRows:
                 for row, (req_id, k) in enumerate(zip(self.req_ids, self.num_logprobs, strict=True))
                 if k is not None and row not in self.discarded
             }
+        traces = read_traces({name: tensor.numpy() for name, tensor in host.items()}, self.req_ids, self.discarded)
         return ModelRunnerOutput(
-            self.req_ids, host["sampled"].numpy(), num_sampled, logprobs, self._prompt_logprobs(host)
+            self.req_ids, host["sampled"].numpy(), num_sampled, logprobs, self._prompt_logprobs(host), traces
         )
 
     def _prompt_logprobs(self, host: dict[str, torch.Tensor]) -> dict[str, PromptLogprobs] | None:

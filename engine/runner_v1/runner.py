@@ -22,7 +22,7 @@ from ..config import EngineConfig
 from ..cuda_stream import CudaStream
 from ..device import Device
 from ..graphs import GraphPool
-from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten
+from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sample.logprobs import LogprobsTensors
@@ -35,6 +35,7 @@ from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to
 from .prompt_logprobs import PromptChunk, prompt_chunks
 from .sampler import SamplerOutput, sample
 from .step_sampling import make_step_sampling
+from .trace import sample_traced
 
 PLACEHOLDER = -1
 
@@ -69,10 +70,11 @@ class DeviceValues:
     output: SamplerOutput | None = None
     prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
     """By request."""
+    trace: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         assert self.output is not None
-        tensors = {"sampled": self.output.sampled}
+        tensors = {"sampled": self.output.sampled, **self.trace}
         if self.output.logprobs is not None:
             tensors |= self.output.logprobs.as_dict()
         for req_id, logprobs in self.prompt_logprobs.items():
@@ -421,11 +423,15 @@ class ModelRunnerV1:
         assert metadata is not None
         r, query_start_loc = len(inputs.req_ids), self.query_start_loc.gpu
         chunks = prompt_chunks(batch, inputs.query_start_loc_np)
+        traced = SamplingTraced in self.hooks.wanted
 
         def run() -> None:
             assert values.hidden is not None
             logits = self.model.compute_logits(values.hidden[query_start_loc[1 : r + 1].long() - 1])
-            values.output = sample(logits, metadata, step, self.generator)
+            if traced:
+                values.output, values.trace = sample_traced(logits, metadata, step, self.generator)
+            else:
+                values.output = sample(logits, metadata, step, self.generator)
             for chunk in chunks:
                 values.prompt_logprobs[chunk.req_id] = self._prompt_logprobs(values.hidden, chunk)
             values.hidden = None

@@ -6,6 +6,7 @@ order is `ORDER` of sample/order.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from ..sample.logits_processors import run_processor
 from ..sample.logprobs import LogprobsTensors, compute_logprobs
 from ..sample.penalties import apply_penalties
 from .sampling_metadata import SamplingMetadata
-from .step_sampling import StepSampling
+from .step_sampling import ProcessorCall, StepSampling
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,14 @@ class SamplerOutput:
 
 
 def sample(
-    logits: torch.Tensor, metadata: SamplingMetadata, step: StepSampling, generator: torch.Generator
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    step: StepSampling,
+    generator: torch.Generator,
+    noise: torch.Tensor | None = None,
 ) -> SamplerOutput:
-    """logits f32 [r, V], narrowed in place by grammars. `generator` serves requests without a seed.
+    """logits f32 [r, V], narrowed in place by grammars. `generator` serves requests without a seed. `noise` f32 [r, V],
+    if given, takes the draw's exponential variates; a batch that is all greedy draws none.
 
     A discarded row's own generator is not advanced, or a seeded request would depend on how its prompt was cut.
     """
@@ -50,13 +56,12 @@ def sample(
         sampled = greedy
     else:
         is_greedy = metadata.temperature == 0
-        scale = torch.where(is_greedy, torch.ones_like(metadata.temperature), metadata.temperature)
-        logits = logits / scale.unsqueeze(1)
+        logits = divide_by_temperature(logits, metadata)
         if metadata.min_p is not None:
             apply_min_p(logits, metadata.min_p)
         logits = apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
         probs = logits.softmax(dim=-1)
-        noise = torch.empty_like(probs).exponential_(generator=generator)
+        noise = (torch.empty_like(probs) if noise is None else noise).exponential_(generator=generator)
         for row, own in metadata.generators.items():
             if row not in step.discarded:
                 noise[row].exponential_(generator=own)
@@ -67,20 +72,40 @@ def sample(
 
 def process_logits(logits: torch.Tensor, metadata: SamplingMetadata, step: StepSampling) -> torch.Tensor:
     """All that changes logits f32 [r, V] before the temperature; a copy if anything does, else `logits` itself."""
-    if not (step.changes_logits or metadata.allowed_token_ids or metadata.logit_bias):
-        return logits
-    logits = logits.clone()
-    if metadata.allowed_token_ids is not None:
-        apply_allowed_token_ids(logits, *metadata.allowed_token_ids)
-    if metadata.logit_bias is not None:
-        apply_logit_bias(logits, *metadata.logit_bias)
-    if step.min_tokens is not None:
-        mask_stop_ids(logits, step.min_tokens.stop_ids, step.min_tokens.active)
-    if metadata.penalties is not None and step.output_token_ids is not None:
-        p = metadata.penalties
-        apply_penalties(logits, p.prompt_token_ids, step.output_token_ids, p.presence, p.frequency, p.repetition)
-    if step.forbidden is not None:
-        forbid_tokens(logits, *step.forbidden)
-    for call in step.processors:
-        logits.index_copy_(0, call.rows, run_processor(call.processor, logits[call.rows], call.known))
+    changes = logits_changes(metadata, step)
+    if changes:
+        logits = logits.clone()
+        for change in changes.values():
+            change(logits)
     return logits
+
+
+def divide_by_temperature(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """A new tensor; a greedy row stays as it is."""
+    scale = torch.where(metadata.temperature == 0, torch.ones_like(metadata.temperature), metadata.temperature)
+    return logits / scale.unsqueeze(1)
+
+
+def logits_changes(metadata: SamplingMetadata, step: StepSampling) -> dict[str, Callable[[torch.Tensor], object]]:
+    """What changes logits f32 [r, V] in place before the temperature, by its name in `ORDER` and in that order."""
+    changes: dict[str, Callable[[torch.Tensor], object]] = {}
+    if (allowed := metadata.allowed_token_ids) is not None:
+        changes["allowed_token_ids"] = lambda x: apply_allowed_token_ids(x, *allowed)
+    if (bias := metadata.logit_bias) is not None:
+        changes["logit_bias"] = lambda x: apply_logit_bias(x, *bias)
+    if (stop := step.min_tokens) is not None:
+        changes["min_tokens"] = lambda x: mask_stop_ids(x, stop.stop_ids, stop.active)
+    if (p := metadata.penalties) is not None and (outputs := step.output_token_ids) is not None:
+        changes["penalties"] = lambda x: apply_penalties(
+            x, p.prompt_token_ids, outputs, p.presence, p.frequency, p.repetition
+        )
+    if (forbidden := step.forbidden) is not None:
+        changes["bad_words"] = lambda x: forbid_tokens(x, *forbidden)
+    if step.processors:
+        changes["logits_processors"] = lambda x: _run_processors(x, step.processors)
+    return changes
+
+
+def _run_processors(logits: torch.Tensor, calls: tuple[ProcessorCall, ...]) -> None:
+    for call in calls:
+        logits.index_copy_(0, call.rows, run_processor(call.processor, logits[call.rows], call.known))

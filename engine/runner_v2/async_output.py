@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..device import Device
+from ..sample.trace import read_traces
 from ..sched_output import ModelRunnerOutput
 from .sample.logprobs import LogprobsPlan, row_to_dict
 from .sample.prompt_logprobs import PromptLogprobsPlan
@@ -32,13 +33,25 @@ def _parts(tokens: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return tokens[:num_rows].unsqueeze(1), tokens[num_rows:].view(torch.int32)[:num_rows]
 
 
+class HostRing:
+    """As many pinned buffers for a step's tokens as steps can be in flight, and one that is being read. i64 [size]."""
+
+    def __init__(self, device: Device, size: int, depth: int) -> None:
+        self._buffers = [device.empty_host((size,), torch.int64) for _ in range(depth)]
+        self._next = 0
+
+    def next(self) -> torch.Tensor:
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next]
+
+
 class AsyncOutput:
     """Starts the copies when made; `get_output` waits for them, in the engine's loop and never inside a step.
 
     `tensors()`, called on the copy stream after the sampler, gives `tokens` (see `empty_tokens`; its rows may be more
-    than `req_ids`), and those of `SampledLogprobs.as_dict()` where logprobs were asked for. The device tensors stay
-    referenced until the copy ended, so that their memory is not reused under it. Logprobs of prompts have been sent to
-    the host by then.
+    than `req_ids`) for `host_tokens`, and those of `SampledLogprobs.as_dict()` where logprobs were asked for and of
+    `trace_tensors` where somebody watches. The device tensors stay referenced until the copy ended, so that their
+    memory is not reused under it. Logprobs of prompts have been sent to the host by then.
     """
 
     def __init__(
@@ -48,6 +61,7 @@ class AsyncOutput:
         num_logprobs: np.ndarray,
         logprobs_plan: LogprobsPlan,
         prompt_logprobs: PromptLogprobsPlan | None,
+        host_tokens: torch.Tensor,
         tensors: Callable[[], dict[str, torch.Tensor]],
     ) -> None:
         self._device = device
@@ -55,21 +69,26 @@ class AsyncOutput:
         self._num_logprobs = num_logprobs
         self._logprobs_plan = logprobs_plan
         self._prompt_logprobs = prompt_logprobs
+        self._host_tokens = host_tokens
         self._tensors = tensors
         self._host: dict[str, torch.Tensor] = {}
         self._kept: dict[str, torch.Tensor] = {}
         device.copy.wait_event(device.compute.record_event())
         device.copy.submit("output", self._copy)
-        self._event = device.copy.record_event()
+        self.copied = device.copy.record_event()
+        """Behind the copies."""
 
     def _copy(self) -> None:
         self._kept = self._tensors()
         for name, tensor in self._kept.items():
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.is_cuda)
+            if name == "tokens":
+                host = self._host_tokens[: tensor.shape[0]]
+            else:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.is_cuda)
             self._host[name] = host.copy_(tensor, non_blocking=True)
 
     def get_output(self) -> ModelRunnerOutput:
-        self._device.wait(self._event, "output", inside_step=False)
+        self._device.wait(self.copied, "output", inside_step=False)
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
         sampled, num_sampled = (part.numpy() for part in split_tokens(self._host["tokens"]))
         # The rows of a captured batch's padding are cut.
@@ -81,4 +100,7 @@ class AsyncOutput:
                 if self._num_logprobs[i] >= 0 and num_sampled[i]
             }
         prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.result()
-        return ModelRunnerOutput(self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs, prompt_logprobs)
+        traces = read_traces(host, self._req_ids, np.flatnonzero(num_sampled[:num_reqs] == 0))
+        return ModelRunnerOutput(
+            self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs, prompt_logprobs, traces
+        )

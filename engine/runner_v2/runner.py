@@ -21,11 +21,12 @@ from ..config import EngineConfig
 from ..cuda_stream import CudaStream
 from ..device import Device
 from ..graphs import GraphPool
-from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten
+from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
-from .async_output import AsyncOutput
+from ..streams import Event
+from .async_output import AsyncOutput, HostRing
 from .block_tables import BlockTables
 from .input_batch import InputBatch, InputBuffers, choose_descriptor
 from .sample import Sampler, SamplerPlan
@@ -113,6 +114,8 @@ class ModelRunnerV2:
         self._cached_ids: tuple[str, ...] = ()
         self._cached_rows = np.empty(0, dtype=np.int64)
         self._index_on_device: np.ndarray | None = None
+        self._host_tokens = HostRing(device, rows + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
+        self._output_copied: Event | None = None
         self._graph_work: dict[int, StepWork] = {}
         self.capture()
 
@@ -199,10 +202,10 @@ class ModelRunnerV2:
         if batch.index_np is not self._index_on_device:
             self.device.write("query_start_loc, idx_mapping", self.input_buffers.index, batch.index_np)
             self._index_on_device = batch.index_np
-        if graph is not None:
-            work = self._graph_work[graph[0]]
-        else:
-            work = self._eager_work(batch)
+        work = self._eager_work(batch) if graph is None else self._graph_work[graph[0]]
+        if SamplingTraced in self.hooks.wanted:
+            graph = None  # it would keep its logits to itself; launched one by one the same work gives the same tokens
+        if graph is None:
             if batch.has_prefill:
                 self._submit(work.prepare_prefill_inputs)  # 2
             self._submit(work.prepare_pos_seq_lens)  # 3
@@ -231,7 +234,7 @@ class ModelRunnerV2:
             num_tokens=batch.num_tokens,
             num_tokens_padded=batch.num_tokens_padded,
             query_start_loc_np=batch.query_start_loc_np,
-            seq_lens_np=batch.seq_lens_np,
+            seq_lens_np=self._seq_lens_np(batch),
             num_decodes=batch.num_decodes,
             has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
         )
@@ -271,10 +274,11 @@ class ModelRunnerV2:
         """
         scheduled, states, last = scheduler_output.num_scheduled_tokens, self.req_states, self.last_batch
         if scheduled is self._last_scheduled and last is not None:
+            if not last.has_prefill:
+                return last
             computed, rows = states.num_computed_tokens_np[last.idx_mapping_np], last.idx_mapping_np
             return replace(
                 last,
-                seq_lens_np=computed + last.num_scheduled_tokens,
                 has_prefill=bool((computed < states.prefill_len.np[rows]).any()),
             )
         self._last_scheduled = scheduled
@@ -295,19 +299,21 @@ class ModelRunnerV2:
         idx_mapping[num_reqs:] = states.padding_row
         computed = states.num_computed_tokens_np[rows]
         prefill_len = states.prefill_len.np[rows]
-        seq_lens = computed + counts
         return InputBatch(
             req_ids=req_ids,
             index_np=index,
             num_scheduled_tokens=counts,
             plan=self.sampler.plan(rows),
-            seq_lens_np=seq_lens,
             num_tokens=num_tokens,
             num_tokens_padded=size.num_tokens,
             num_reqs_padded=size.num_reqs,
             num_decodes=int((counts == 1).sum()),
             has_prefill=bool((computed < prefill_len).any()),
         )
+
+    def _seq_lens_np(self, batch: InputBatch) -> np.ndarray:
+        """i32 [r]: an upper bound of the device's seq_lens, until the next step's `update_states`."""
+        return self.req_states.num_computed_tokens_np[batch.idx_mapping_np] + batch.num_scheduled_tokens
 
     def forward(self) -> None:
         assert self._state is not None, "forward: prepare_inputs comes first"
@@ -317,10 +323,11 @@ class ModelRunnerV2:
             return
 
         def replay() -> None:
-            output = graphs.replay(graph)
-            # The next replay overwrites the graph's own output, perhaps before the copy stream has read it.
-            work.output = {name: tensor.clone() for name, tensor in output.items()}
+            work.output = graphs.replay(graph)
 
+        if self._output_copied is not None:
+            # A replay writes its output where the last one of its size did: that must be on its way by then.
+            self.device.compute.wait_event(self._output_copied)
         self.device.compute.submit(f"graph of {graph[0]}", replay)
         self._launched(f"graph of {graph[0]}")
 
@@ -332,18 +339,21 @@ class ModelRunnerV2:
         rows = batch.idx_mapping_np
         prompt_logprobs = None
         if batch.has_prefill:
-            computed = batch.seq_lens_np - batch.num_scheduled_tokens
+            computed = self.req_states.num_computed_tokens_np[rows]
             prompt_logprobs = self.sampler.prompt_logprobs.plan(batch.req_ids, rows, batch.query_start_loc_np, computed)
         if prompt_logprobs is not None:
             self._submit(work.prompt_logprobs, prompt_logprobs)
         if graph is None:
-            self._submit(work.sample, batch.plan, self._grammar_bitmask(batch, grammar))
+            traced = SamplingTraced in self.hooks.wanted
+            self._submit(work.sample, batch.plan, self._grammar_bitmask(batch, grammar), traced)
             self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
         num_logprobs = self.sampling_states.num_logprobs[rows]
         output = AsyncOutput(
-            self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, lambda: work.output
-        )
+            self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
+            lambda: work.output,
+        )  # fmt: skip
+        self._output_copied = output.copied
         if graph is None:
             self._submit(work.post_update, batch.plan)  # 10
         return output

@@ -24,6 +24,7 @@ from .async_output import empty_tokens
 from .sample import SamplerPlan
 from .sample.prompt_logprobs import PromptLogprobsPlan
 from .sample.structured_outputs import GrammarBitmask
+from .sample.trace import trace_tensors
 
 if TYPE_CHECKING:
     from .runner import ModelRunnerV2
@@ -111,19 +112,24 @@ class StepWork:
             self._states.num_computed_tokens.gpu,
         )  # fmt: skip
 
-    def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None) -> None:
-        """Logits of the rows that end a request's tokens, and a token for each."""
+    def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, traced: bool = False) -> None:
+        """Logits of the rows that end a request's tokens, and a token for each; `traced` tells how it was drawn."""
         assert self._hidden is not None and self.logits_indices is not None
         logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
         # The token to be sampled stands one behind the token that the logits are of.
         positions = self._buffers.positions[self.logits_indices] + 1
-        output = self._runner.sampler.sample(plan, logits, self.idx_mapping, positions, grammar=grammar)
+        sampler = self._runner.sampler
+        untouched = logits.clone() if traced and grammar is not None else logits
+        output = sampler.sample(plan, logits, self.idx_mapping, positions, grammar=grammar)
         tokens, self._sampled, self._num_sampled = empty_tokens(self.idx_mapping.shape[0], logits.device)
         self._sampled.copy_(output.sampled)
         self._num_sampled.fill_(1)
         self.output = {"tokens": tokens}
         if output.logprobs is not None:
             self.output |= output.logprobs.as_dict()
+        if traced:
+            rows = sampler.rows(self.idx_mapping, positions, grammar=grammar)
+            self.output |= trace_tensors(sampler, plan, untouched, rows, output.sampled[:, 0])
         self._hidden = None
 
     def get_num_sampled_and_rejected(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from engine import hooks as hooks_module
 from engine.hooks import (
+    ON_REQUEST,
     BlockTableGathered,
     Event,
     Hooks,
@@ -44,7 +45,9 @@ from tests.engine.engine_helpers import (
     tiny_llm,
 )
 
-ALL_TYPES = {t for _, t in inspect.getmembers(hooks_module, inspect.isclass) if issubclass(t, Event) and t is not Event}
+ALL_TYPES = {
+    t for _, t in inspect.getmembers(hooks_module, inspect.isclass) if issubclass(t, Event) and t is not Event
+} - {*ON_REQUEST}
 ONLY = {"v1": {RowMoved}, "v2": {BlockTableGathered}}
 """Events that one runner alone has. V1 has no block tables to gather, V2's rows never move."""
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine import SamplingParams
-from engine.runner_v2.sample.trace import MODEL, SamplingTrace, read_trace, trace_tensors
+from engine.runner_v2.sample.trace import trace_tensors
+from engine.sample.trace import MODEL, SamplingTrace, StageTrace, read_traces
 from tests.engine.sampler_bench import SamplerBench, sampler_bench
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
@@ -18,17 +19,25 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 
 
-def traced(bench: SamplerBench, params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[SamplingTrace], list]:
+def traced(
+    bench: SamplerBench, params: list[SamplingParams], logits: torch.Tensor
+) -> tuple[list[SamplingTrace], list[int]]:
     rows = [bench.add([1, 2], own, [3, 5]) for own in params]
     bench.apply_staged_writes()
     plan, step = bench.plan(rows), bench.rows(rows, [2] * len(rows))
-    sampled = bench.sample(plan, logits.clone(), **step).sampled[:, 0].tolist()
-    traces = []
-    for i in range(len(rows)):
-        args = (bench.sampler, plan, logits, bench.sampler.rows(**step), i, 6)
-        fetch = bench.device.fetch(lambda args=args: trace_tensors(*args))
-        traces.append(read_trace(fetch.result()))
-    return traces, sampled
+    sampled = bench.sample(plan, logits.clone(), **step).sampled[:, 0]
+    fetch = bench.device.fetch(
+        lambda: trace_tensors(bench.sampler, plan, logits, bench.sampler.rows(**step), sampled, 6)
+    )
+    traces = read_traces(fetch.result(), [str(row) for row in rows])
+    assert traces is not None
+    return list(traces.values()), sampled.tolist()
+
+
+def best(trace: SamplingTrace, stage: StageTrace, k: int = 6) -> list[tuple[int, float]]:
+    """The k best tokens behind a stage, as the trace has them."""
+    known = [(t, x) for t, x in zip(trace.token_ids, stage.logits, strict=True) if x is not None]
+    return sorted(known, key=lambda pair: -pair[1])[:k]
 
 
 def test_a_trace_tells_what_happened() -> None:
@@ -43,7 +52,9 @@ def test_a_trace_tells_what_happened() -> None:
         ("min_p",), ("top_k",), ("top_p",),
     ]  # fmt: skip
     row = logits[0].double()
-    assert trace.stages[0].token_ids[0] == 7 and trace.stages[0].mass_left == pytest.approx(1.0)
+    first = trace.stages[0]
+    assert best(trace, first)[0][0] == 7 and first.mass_left == pytest.approx(1.0)
+    assert first.log_normaliser == pytest.approx(float(row.logsumexp(0)), rel=1e-6)
     row[5] += 2.0
     row[3] -= 0.5
     row[5] -= 0.5
@@ -52,26 +63,31 @@ def test_a_trace_tells_what_happened() -> None:
     words = trace.stages[3]
     assert words.num_left == VOCAB - 1 and words.mass_left == pytest.approx(float(cut), rel=1e-4)
     order = row.argsort(descending=True).tolist()
-    assert words.token_ids == tuple(order[:6])
-    assert words.logits == pytest.approx([float(row[t]) for t in order[:6]], abs=1e-5)
+    assert [token for token, _ in best(trace, words)] == order[:6]
+    assert [logit for _, logit in best(trace, words)] == pytest.approx([float(row[t]) for t in order[:6]], abs=1e-5)
+    assert words.logits[trace.token_ids.index(7)] is None
     probabilities = (row / 0.8).softmax(0)[order]
     kept = int((probabilities >= 0.05 * probabilities[0]).sum())
     assert trace.stages[5].num_left == kept
     assert trace.stages[5].mass_left == pytest.approx(float(probabilities[:kept].sum()), rel=1e-4)
     assert trace.stages[6].num_left == min(kept, 9) and trace.stages[7].num_left < min(kept, 9)
-    scores = [a + b for a, b in zip(trace.logits, trace.noise, strict=True)]
-    assert scores == sorted(scores, reverse=True) and min(trace.noise) > -2.9
-    assert all(len(stage.token_ids) == 6 for stage in trace.stages)
+    scores = {
+        t: logit + noise
+        for t, logit, noise in zip(trace.token_ids, trace.stages[-1].logits, trace.noise, strict=True)
+        if logit is not None
+    }
+    assert max(scores, key=lambda t: scores[t]) == trace.sampled and min(trace.noise) > -2.9
+    assert len(set(trace.token_ids)) == len(trace.token_ids) and not trace.greedy
 
 
 def test_a_greedy_row_has_no_noise_and_passes_through_all_filters() -> None:
     logits = torch.randn(2, VOCAB)
     with sampler_bench() as bench:
         (_, greedy), _ = traced(bench, [PARAMS, PLAIN], logits)
-    assert set(greedy.noise) == {0.0} and greedy.sampled == int(logits[1].argmax())
+    assert greedy.greedy and set(greedy.noise) == {0.0} and greedy.sampled == int(logits[1].argmax())
     for stage in greedy.stages:
         assert stage.mass_left == pytest.approx(1.0, abs=1e-5) and stage.num_left == VOCAB
-        assert stage.logits == pytest.approx(logits[1].topk(6).values.tolist())
+        assert [x for _, x in best(greedy, stage)] == pytest.approx(logits[1].topk(6).values.tolist())
 
 
 def test_a_trace_leaves_logits_and_states_alone_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +99,6 @@ def test_a_trace_leaves_logits_and_states_alone_and_waits_for_nothing(monkeypatc
         before = [logits.clone(), bench.sampler.penalties.output_bin_counts.clone()]
         with monkeypatch.context() as patch, torch.inference_mode(), NoHostWait("cpu"):
             forbid_waits(patch)
-            trace_tensors(bench.sampler, plan, logits, bench.sampler.rows(**step), 0)
+            trace_tensors(bench.sampler, plan, logits, bench.sampler.rows(**step), torch.zeros(1, dtype=torch.int64))
         assert torch.equal(logits, before[0])
         assert torch.equal(bench.sampler.penalties.output_bin_counts, before[1])
