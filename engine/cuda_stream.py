@@ -14,16 +14,21 @@ import torch
 from .hooks import Hooks, Lane
 from .streams import Event, Span
 
-
 _FAR_MS = 10_000.0
 """Elapsed times are float32: behind this a span would be told to the microsecond no longer."""
 
 
 class CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    """A recorded event of a stream. It goes back to `pool` when nobody holds it: one costs more to make than to use."""
+
+    def __init__(self, stream: torch.cuda.Stream, pool: list[torch.cuda.Event]) -> None:
         # A blocking event lets the host thread sleep instead of spinning on a core that the launches need.
-        self.event = torch.cuda.Event(blocking=True)
+        self.event = pool.pop() if pool else torch.cuda.Event(blocking=True)
         self.event.record(stream)
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -73,7 +78,8 @@ class CudaStream:
         self.stream = torch.cuda.Stream(device)
         self._scope = _Scope(self.stream)
         self._timed: deque[tuple[int, str, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._free_events: list[torch.cuda.Event] = []
+        self._event_pool: list[torch.cuda.Event] = []
+        self._timing_pool: list[torch.cuda.Event] = []
         self.tie_clocks()
 
     def scope(self) -> AbstractContextManager[None]:
@@ -92,7 +98,7 @@ class CudaStream:
             self._timed.append((self._hooks.step, name, begin, end))
 
     def _timing_event(self) -> torch.cuda.Event:
-        return self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
+        return self._timing_pool.pop() if self._timing_pool else torch.cuda.Event(enable_timing=True)
 
     def tie_clocks(self) -> None:
         """Notes what the host's clock says at a point of the device's, and waits for the device to do so: when the
@@ -103,7 +109,7 @@ class CudaStream:
         self._origin = time.perf_counter_ns(), event
 
     def record_event(self) -> CudaEvent:
-        return CudaEvent(self.stream)
+        return CudaEvent(self.stream, self._event_pool)
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -117,11 +123,11 @@ class CudaStream:
             since_origin = origin.elapsed_time(begin)
             begin_ns = origin_ns + int(since_origin * 1e6)
             spans.append(Span(step, name, self.lane, begin_ns, begin_ns + int(begin.elapsed_time(end) * 1e6)))
-            self._free_events.append(end)
+            self._timing_pool.append(end)
             if since_origin > _FAR_MS:
                 self._origin = begin_ns, begin
             else:
-                self._free_events.append(begin)
+                self._timing_pool.append(begin)
         return spans
 
     def reset(self) -> None:

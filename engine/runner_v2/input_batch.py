@@ -27,8 +27,8 @@ class InputBuffers:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """r requests and t tokens of one step, decodes first; the host's side of it. Steps that run the same requests with
-    the same counts share its arrays, apart from `seq_lens_np`."""
+    """r requests and t tokens of one step, decodes first; the host's side of it. Steps that decode the same requests
+    share one."""
 
     req_ids: tuple[str, ...]
     # [2 R + 1] i32: query_start_loc, padded with its last value, and idx_mapping, padded with a row that is nobody's
@@ -36,8 +36,6 @@ class InputBatch:
     # [r] i32
     num_scheduled_tokens: np.ndarray
     plan: SamplerPlan
-    # [r] i32: an upper bound of the device's seq_lens
-    seq_lens_np: np.ndarray
     num_tokens: int
     num_tokens_padded: int
     num_reqs_padded: int

@@ -66,7 +66,7 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
             return rows, BlockTablesView(persistent, (), ()), None
         idx_mapping = tuple(batch.idx_mapping_np.tolist())
         gathered = tuple(
-            tuple(device["gathered"][i, : -(-int(batch.seq_lens_np[i]) // tables.block_size)].tolist())
+            tuple(device["gathered"][i, : -(-int(device["seq_lens"][i]) // tables.block_size)].tolist())
             for i in range(batch.num_reqs)
         )
         names = ("input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "logits_indices")
