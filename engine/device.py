@@ -83,9 +83,9 @@ class Device:
         try:
             event.synchronize()
         finally:
-            self.waits.add(reason, inside_step)
+            end = time.perf_counter_ns()
+            self.waits.add(reason, inside_step, end - begin)
             if HostWait in self.hooks.wanted:
-                end = time.perf_counter_ns()
                 self.hooks.emit(HostWait(self.hooks.step, self.hooks.runner, end, reason, begin, end, inside_step))
 
     def fetch(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Fetch:

@@ -307,7 +307,10 @@ class WaitCounter:
 
     inside_step: dict[str, int] = field(default_factory=dict)
     outside_step: dict[str, int] = field(default_factory=dict)
+    total_ns: int = 0
+    """Time that the host has stood still in all."""
 
-    def add(self, reason: str, inside_step: bool) -> None:
+    def add(self, reason: str, inside_step: bool, ns: int) -> None:
+        self.total_ns += ns
         counts = self.inside_step if inside_step else self.outside_step
         counts[reason] = counts.get(reason, 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -69,13 +70,29 @@ class EngineRuns:
         )
 
     def step_costs(self, spec: WorkloadSpec) -> StepCosts:
-        """One observed run, at summary level. RuntimeError if the observer was dropped on the way."""
+        """Two runs, one of them observed at summary level. RuntimeError if the observer was dropped on the way."""
+        host_us = self._host_us(spec)
         observer, hooks = StepCostObserver(), self.llm.hooks
         errors = len(hooks.errors)
         self.run(spec, SUMMARY_EVENTS, observer)
         if len(hooks.errors) > errors:
             raise RuntimeError(hooks.errors[-1])
-        return observer.result()
+        return observer.result(host_us)
+
+    def _host_us(self, spec: WorkloadSpec) -> float:
+        """Microseconds of a steady step on the host without its waits, the median of an unobserved run."""
+        llm, workload = self.llm, self.draw(spec)
+        core, waits, steady = llm.core, llm.core.device.waits, []
+        for ask, params in zip(workload.asks, sampling_params(spec, workload), strict=True):
+            llm.add({"prompt_token_ids": list(ask.prompt_token_ids)}, params, final_only=True)
+        while core.has_unfinished() or core.in_flight:
+            begin, waited = time.perf_counter_ns(), waits.total_ns
+            llm.step()
+            took = time.perf_counter_ns() - begin - (waits.total_ns - waited)
+            launched = core.in_flight[-1].scheduler_output if core.in_flight else None
+            if launched and launched.total_num_scheduled_tokens == len(launched.num_scheduled_tokens):
+                steady.append(took)
+        return statistics.median(steady) / 1e3 if steady else 0.0
 
 
 def sampling_params(spec: WorkloadSpec, workload: Workload) -> list[SamplingParams]:

@@ -67,6 +67,7 @@ def _inside(inside: Inside) -> dict[str, Any]:
             total.update(counts)
     found: dict[str, Any] = {
         "host_us_per_step": costs.host_us,
+        "observed_host_us_per_step": costs.observed_host_us,
         "main_thread_cpu_us_per_step": sum(run.cpu_seconds for run in runs) / steps * 1e6,
         "device_span_us_per_step": costs.device_us,
         "hooks_launches_per_step": costs.launches,

@@ -133,7 +133,8 @@ def _workload_lines(result: WorkloadResult, report: SuiteReport) -> list[str]:
 
 
 def _cost_lines(sides: list[dict[str, Any]]) -> list[str]:
-    """What a steady step costs. Host: the phases' spans, observed, without waits; main thread: of unobserved runs."""
+    """What a steady step costs. Host: the median of a step without its waits; main thread: a run over all its steps. Both
+    of unobserved runs."""
     head = ["µs a step", "host", "main thread", "device spans", "busy"]
     table = [[*head, "launches: hooks", "profiler", "kernels", "waits: inside", "outside"]]
     notes = []
