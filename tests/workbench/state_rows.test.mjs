@@ -41,3 +41,18 @@ test("64 rows are drawn, and the cleanup leaves nothing behind", () => {
   assert.equal(listenersOf(root), 0);
   assert.equal(model.handlers.length, 0);
 });
+
+test("a column is as wide as its longest word or value needs, and a long token is cut in the cell, not in its tooltip", () => {
+  const text = "extraordinarily";
+  const cells = [{ v: ["12345"], c: false, t: "" }, { v: [text], c: true, t: `last_token: a → ${text}` }];
+  const columns = [{ key: "num_tokens", where: "host", title: "" }, { key: "last_token", where: "host", title: "" }];
+  const panel = { title: "V1", note: "", columns, rows: [{ row: "0", kind: "used", id: "A", color: "#000", cells }], moves: [] };
+  const tracks = [...rows.widths(panel).matchAll(/minmax\(calc\(([\d.]+)ch \+ 10px\),calc\(([\d.]+)ch/g)].map(([, least, most]) => [Number(least), Number(most)]);
+  assert.equal(tracks.length, 4);
+  assert.ok(tracks.every(([least, most]) => least <= most));
+  assert.deepEqual(tracks[2], [5.6, 8.7], "tokens_ is its longest word");
+  assert.deepEqual(tracks[3], [12, 12]);
+  const { root } = render(rows, { panels: [panel] });
+  assert.equal(root.querySelectorAll("td").at(-1).textContent, "extraordina…");
+  assert.ok(root.querySelectorAll("td").at(-1).getAttribute("title").endsWith(text));
+});

@@ -134,6 +134,7 @@ export function mount({ model, el: parent }, name, draw, { own = false } = {}) {
   const afterwards = () => {
     if (late || unseen.kept.size) root.setAttribute("aria-busy", "true");
     whenIdle(() => {
+      if (!root.isConnected) return;
       if (late) return show();
       unseen.rest();
       root.removeAttribute("aria-busy");
