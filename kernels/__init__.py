@@ -31,6 +31,7 @@ from kernels.post_update import get_num_sampled_and_rejected, post_update
 from kernels.prefill_attention import prefill_attention
 from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
 from kernels.prompt_logprobs import prompt_logprobs_token_ids
+from kernels.rejection import DraftedBatch, RejectionOutput, draft_noise_positions, rejection_sample
 from kernels.rms_norm import add_rms_norm
 from kernels.silu_mul import silu_mul
 from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
@@ -45,11 +46,13 @@ __all__ = [
     "MAX_COUNTERS",
     "PAD_SLOT_ID",
     "BadWordsTables",
+    "DraftedBatch",
     "HeadRotation",
     "LogitBiasTables",
     "MaxLengths",
     "PenaltyTables",
     "Purpose",
+    "RejectionOutput",
     "add_rms_norm",
     "apply_bad_words",
     "apply_grammar_bitmask",
@@ -61,6 +64,7 @@ __all__ = [
     "combine_sampled_and_draft_tokens",
     "compute_slot_mappings",
     "decode_attention",
+    "draft_noise_positions",
     "expand_idx_mapping",
     "gather_block_tables",
     "get_num_sampled_and_rejected",
@@ -73,6 +77,7 @@ __all__ = [
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
     "prompt_logprobs_token_ids",
+    "rejection_sample",
     "resolve_form",
     "sample_top_k_top_p",
     "silu_mul",

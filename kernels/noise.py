@@ -65,9 +65,12 @@ def gumbel_noise(
     positions: torch.Tensor,
     vocab_size: int,
     *,
-    purpose: int,
+    purpose: int | torch.Tensor,
 ) -> torch.Tensor:
     """Return the noise that decides `gumbel_sample`: argmax(logits / temperature + noise).
+
+    Args:
+        purpose: a `Purpose`, or one for each row, i64 [l].
 
     Returns:
         f32 [l, vocab_size].
@@ -80,7 +83,11 @@ def gumbel_noise(
     num_tiles = -(-vocab_size // (4 * LANES))
     counter = torch.arange(num_tiles * LANES, device=seeds.device)
     position = positions[:num_rows].unsqueeze(1)
-    stream = torch.full_like(position, Purpose(purpose).value)
+    if isinstance(purpose, torch.Tensor):
+        check_tensors(torch.int64, 1, num_rows, purpose=purpose)
+        stream = purpose[:num_rows].unsqueeze(1)
+    else:
+        stream = torch.full_like(position, Purpose(purpose).value)
     words = philox(seeds.unsqueeze(1), counter, position, stream, position >> 32)
     tiles = torch.stack([word.view(num_rows, num_tiles, LANES) for word in words], dim=2)
     return log_exponential_torch(tiles.view(num_rows, num_tiles * 4 * LANES)[:, :vocab_size]).neg_()
