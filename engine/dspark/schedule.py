@@ -2,12 +2,12 @@
 
 Symbols: r requests, N drafts a request, c_j confidence of draft j, survival a_j = c_1 * ... * c_j.
 
-**What keeps a schedule lossless.** The rejection rule gives the target's law if it was decided without a look at draft j
-or a later one whether draft j is verified. c_j looks at drafts up to j - 1 (the Markov embedding of the one before). So
-a decision on draft j may use c_1 .. c_j, and all that other requests and earlier rounds drew, and nothing else: then,
-given the drafts before it, draft j has the law q that the rule divides by, verified or not. This holds for block
-verification too: its acceptance is built up node by node from the last verified draft, and where the drafts end early by
-such a decision is an end like any other.
+**What keeps a schedule lossless.** The rejection rule gives the target's law if it was decided without a look at draft
+j or a later one whether draft j is verified. c_j looks at drafts up to j - 1 (the Markov embedding of the one before).
+So a decision on draft j may use c_1 .. c_j, and all that other requests and earlier rounds drew, and nothing else:
+then, given the drafts before it, draft j has the law q that the rule divides by, verified or not. This holds for block
+verification too: its acceptance is built up node by node from the last verified draft, and where the drafts end early
+by such a decision is an end like any other.
 
 | schedule | decision on draft j looks at | |
 |---|---|---|
@@ -17,8 +17,8 @@ such a decision is an end like any other.
 | budgeted | B, fixed beforehand; items with a larger survival | lossless, if B is from an earlier round |
 | budgeted, B from this round's confidences | all of c, so later drafts too | **refused**: biased |
 
-Confidences here are probabilities, behind sigmoid and calibration. A draft that isn't there (a request in its prompt, at
-its length limit, padding of a captured batch) has confidence 0, and whoever uses the lengths clamps them to what is
+Confidences here are probabilities, behind sigmoid and calibration. A draft that isn't there (a request in its prompt,
+at its length limit, padding of a captured batch) has confidence 0, and whoever uses the lengths clamps them to what is
 there, a limit that no draw decides. Device functions read nothing on the host.
 """
 
