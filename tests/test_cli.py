@@ -337,9 +337,10 @@ def test_bench_reports_every_side(
         return Workload("one", (Ask(ids[:8], 6),)), Workload("two", (Ask(ids[:5], 3), Ask(ids[2:12], 8)))
 
     monkeypatch.setattr("engine.bench.compare.workloads", short)
-    code, out, err = run(capsys, "bench", "--json")
+    code, out, err = run(capsys, "bench", "--json", "--dtype", "float32")
     assert code == 0, err
     report = json.loads(out)
+    assert report["about"]["dtype"] == "float32"
     assert {"device", "commit", "torch", "transformers", "dtype"} <= set(report["about"])
     assert report["weight_bytes"] > 500e6
     for workload in report["workloads"]:
@@ -352,5 +353,6 @@ def test_bench_reports_every_side(
             )
             assert side["same_tokens"]["before_first_difference"] == side["same_tokens"]["all"] > 0
         assert workload["sides"][2]["ratio"] == 1.0
+    monkeypatch.setattr("engine.bench.machine.multiplies_bfloat16", lambda: True)
     code, out, _ = run(capsys, "bench")
-    assert code == 0 and out.count("transformers") >= 3 and "weights GB/s" in out
+    assert code == 0 and out.count("transformers") >= 3 and "weights GB/s" in out and "bfloat16" in out

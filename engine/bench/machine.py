@@ -22,6 +22,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has matrix units for bfloat16 (Intel's AMX): nobody would serve in float32 on it."""
+    try:
+        return " amx_bf16 " in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False  # not Linux
+
+
 def cpu_count() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,8 +20,9 @@ def add_parser(commands: Any) -> None:
         "bench", usage="%(prog)s [options]", help="measure both runners, alone or against a peer in the same run"
     )
     parser.add_argument(
-        "--peer", choices=_PEERS, help="transformers: real prompts on the same weights (the default on a CPU); "
-        "vllm: the standard workloads, where vllm is installed",
+        "--peer", choices=_PEERS,
+        help="transformers: real prompts on the same weights (the default on a CPU), in bfloat16 where the processor has "
+        "matrix units for it unless --dtype says otherwise; vllm: the standard workloads, where vllm is installed",
     )  # fmt: skip
     parser.add_argument("--runner", choices=tuple(_RUNNERS), default="both", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of either side (default: 2)")
@@ -57,8 +58,9 @@ def _against_transformers(arguments: argparse.Namespace, given: dict[str, Any], 
     """Prefix caching is off unless asked for: a repeat mustn't find its own prompt."""
     from engine import LLM
     from engine.bench.compare import compare
+    from engine.bench.machine import multiplies_bfloat16
 
-    keywords = {"enable_prefix_caching": False} | given
+    keywords = {"enable_prefix_caching": False, "dtype": "bfloat16" if multiplies_bfloat16() else "float32"} | given
     first = LLM(use_v2_model_runner=runners[0] == "v2", **keywords)
     engines = {runners[0].upper(): first}
     for runner in runners[1:]:
