@@ -193,6 +193,7 @@ def test_step_stops_when_nothing_is_left(
         (["generate", "x", "--n", "2", "--temperature", "1", "--stream"], "--stream"),
         (["generate", "x", "--chat"], "chat template"),
         (["generate", "x", "--speculative-config", "{bad"], "not JSON"),
+        (["generate", "x", "--structured-outputs", "yes"], "not JSON"),
         (["step", "x", "--steps", "0"], "--steps 0"),
         (["bench", "--repeats", "1"], "--repeats 1"),
         (["step", "x", "--runner", "v3"], "v3"),

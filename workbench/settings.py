@@ -109,10 +109,21 @@ def _line(item: Any) -> str:
         return front + text.replace("\\", "\\\\").replace("\n", "\\n")
     params = plain.get("sampling_params")
     if isinstance(params, SamplingParams):
-        plain["sampling_params"] = {
-            f.name: getattr(params, f.name) for f in dataclasses.fields(params) if getattr(params, f.name) != f.default
-        }
+        if params.logits_processors:
+            raise ValueError(
+                f"prompt {str(text)[:40]!r} has logits_processors, which are Python objects: they can't stand in the "
+                "dashboard's prompts field; give such prompts to Session"
+            )
+        plain["sampling_params"] = _changed(params)
     return json.dumps(plain, ensure_ascii=False)
+
+
+def _changed(params: Any) -> dict[str, Any]:
+    """The fields of a dataclass that aren't at their defaults, in JSON values."""
+    values = {
+        f.name: getattr(params, f.name) for f in dataclasses.fields(params) if getattr(params, f.name) != f.default
+    }
+    return {name: _changed(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
 
 def _item(line: str) -> Any:

@@ -21,8 +21,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--peer", choices=_PEERS,
-        help="transformers: real prompts on the same weights (the default on a CPU), in bfloat16 where the processor has "
-        "matrix units for it unless --dtype says otherwise; vllm: the standard workloads, where vllm is installed",
+        help="transformers: real prompts on the same weights (the default on a CPU), in bfloat16 where the processor "
+        "has matrix units for it unless --dtype says otherwise; vllm: the standard workloads, where vllm is installed",
     )  # fmt: skip
     parser.add_argument("--runner", choices=tuple(_RUNNERS), default="both", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of either side (default: 2)")

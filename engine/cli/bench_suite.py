@@ -133,8 +133,8 @@ def _workload_lines(result: WorkloadResult, report: SuiteReport) -> list[str]:
 
 
 def _cost_lines(sides: list[dict[str, Any]]) -> list[str]:
-    """What a steady step costs. Of unobserved runs: the host's median without its waits, and the main thread's time over
-    all steps."""
+    """What a steady step costs. Of unobserved runs: the host's median without its waits, and the main thread's time
+    over all steps."""
     head = ["µs a step", "host", "main thread", "device spans", "busy"]
     table = [[*head, "launches: hooks", "profiler", "kernels", "waits: inside", "outside"]]
     notes = []

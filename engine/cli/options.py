@@ -19,7 +19,8 @@ _RENAMED = {"seed": "engine_seed"}
 _BY_RUNNER = "use_v2_model_runner"
 """Said by `--runner`."""
 _SAMPLING = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "ignore_eos",
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "max_tokens", "min_tokens", "stop", "bad_words", "ignore_eos", "structured_outputs",
 )  # fmt: skip
 
 
@@ -42,8 +43,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, te
     given = {"max_tokens": max_tokens, "temperature": temperature}
     for name in _SAMPLING:
         flag, dest = f"--{name.replace('_', '-')}", f"sampling.{name}"
-        if name == "stop":
+        if name in ("stop", "bad_words"):
             group.add_argument(flag, dest=dest, action="append", metavar="TEXT", default=argparse.SUPPRESS)
+        elif name == "structured_outputs":
+            text = 'what the answer must be, as JSON: {"choice": ["yes", "no"]}, {"regex": ...}, {"json": ...}'
+            group.add_argument(flag, dest=dest, metavar="JSON", default=argparse.SUPPRESS, help=text)
         else:
             extra = {"default": given[name]} if name in given else {}
             _add(group, flag, dest, hints[name], "default: %(default)s" if extra else None, **extra)
@@ -52,15 +56,16 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, te
 def engine_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     """The keywords for `LLM` that were given."""
     keywords = _of("engine", arguments)
-    spec = keywords.get("speculative_config")
-    if spec is not None:
-        try:
-            keywords["speculative_config"] = json.loads(spec)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f'--speculative-config {spec!r} is not JSON ({error}); write it like \'{{"method": "ngram", ...}}\''
-            ) from None
+    if (spec := keywords.get("speculative_config")) is not None:
+        keywords["speculative_config"] = _json("--speculative-config", spec, '{"method": "ngram", ...}')
     return keywords
+
+
+def _json(flag: str, text: str, example: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{flag} {text!r} is not JSON ({error}); write it like '{example}'") from None
 
 
 def without_model(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +75,10 @@ def without_model(keywords: dict[str, Any]) -> dict[str, Any]:
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The SamplingParams that were asked for. Raises ValueError on a bad one."""
-    return SamplingParams(**_of("sampling", arguments))
+    keywords = _of("sampling", arguments)
+    if (spec := keywords.get("structured_outputs")) is not None:
+        keywords["structured_outputs"] = _json("--structured-outputs", spec, '{"choice": ["yes", "no"]}')
+    return SamplingParams(**keywords)
 
 
 def _of(group: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import SamplingParams
+from engine.sample.logits_processors import LogitsProcessor, LogitsRows
 from workbench.settings import ENGINE, PROMPTS, SAMPLING, engine_defaults, from_form, to_form
 
 
@@ -29,6 +32,7 @@ def test_marks_and_json_come_back() -> None:
         {"prompt": "@4 not a mark"},
         {"prompt": "{not json", "priority": 2},
         {"prompt_token_ids": [1, 2], "sampling_params": SamplingParams(temperature=0.5, stop=("x",))},
+        {"prompt": "x", "sampling_params": SamplingParams(logit_bias={9: 1.5}, structured_outputs={"choice": ["a"]})},
     ]
     back = there_and_back(prompts)
     assert back[0] == prompts[0]
@@ -36,6 +40,19 @@ def test_marks_and_json_come_back() -> None:
     assert back[2:] == prompts[2:]
     assert there_and_back(PROMPTS) == list(PROMPTS)
     assert there_and_back("one text") == ["one text"]
+
+
+class Nothing(LogitsProcessor):
+    """Changes nothing."""
+
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
+        return logits
+
+
+def test_python_objects_are_refused_by_name() -> None:
+    params = SamplingParams(logits_processors=(Nothing(),))
+    with pytest.raises(ValueError, match="'x' has logits_processors.*Session"):
+        there_and_back([{"prompt": "x", "sampling_params": params}])
 
 
 def test_lines_as_a_person_writes_them() -> None:
