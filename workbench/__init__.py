@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .recording import Recording, RunnerStep, StepRecord
     from .session import Session
     from .views.block_tables import BlockTablesView
+    from .views.sampling import SamplingView
     from .views.state_rows import StateRowsView
     from .views.step_inputs import StepInputsView
     from .views.timeline import TimelineView
@@ -20,6 +21,7 @@ __all__ = [
     "Dashboard",
     "Recording",
     "RunnerStep",
+    "SamplingView",
     "Session",
     "StateRowsView",
     "StepInputsView",
@@ -35,6 +37,7 @@ _HOME = {
     "Dashboard": "dashboard",
     "Recording": "recording",
     "RunnerStep": "recording",
+    "SamplingView": "views.sampling",
     "Session": "session",
     "StateRowsView": "views.state_rows",
     "StepInputsView": "views.step_inputs",

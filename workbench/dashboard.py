@@ -14,6 +14,7 @@ from .session import RUNNERS, Session
 from .settings import PROMPTS, SAMPLING, engine_defaults, from_form, to_form
 from .views.block_tables import BlockTablesView
 from .views.controls import ControlsView
+from .views.sampling import SamplingView
 from .views.state_rows import StateRowsView
 from .views.step_inputs import StepInputsView
 from .views.timeline import TimelineView
@@ -26,6 +27,7 @@ VIEWS: dict[str, type[LiveView]] = {
     "step_inputs": StepInputsView,
     "block_tables": BlockTablesView,
     "timeline": TimelineView,
+    "sampling": SamplingView,
 }
 """Every view of a step, by the name of its file and of its place in the grid."""
 
@@ -43,6 +45,9 @@ class Dashboard(ipywidgets.Box):
         self.session = session
         self.controls = ControlsView()
         self.views = {name: view() for name, view in VIEWS.items()}
+        draws = self.views["sampling"]
+        draws.set_trait("watching", session.trace_sampling)
+        draws.observe(self._trace_draws, "watching")
         self._ack = 0
         self._error = ""
         parts: dict[str, LiveView] = {"controls": self.controls, **self.views}
@@ -123,6 +128,10 @@ class Dashboard(ipywidgets.Box):
     def _sampling(self) -> SamplingParams:
         params = self.session.given["sampling_params"]
         return params if isinstance(params, SamplingParams) else SAMPLING
+
+    def _trace_draws(self, change: Any) -> None:
+        """The sampling view was opened or closed: a step pays for its traces only while somebody looks."""
+        self.session.trace_sampling = change["new"]
 
     def _do(self, action: Callable[[], Any]) -> None:
         """Runs `action` and shows where that led, even if it raises."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.hooks import Event, HostWait, SpanEnded
+from engine.hooks import Event, HostWait, SamplingTraced, SpanEnded
 from engine.snapshot import Snapshot
 
 from .codec import RecordingError, decode, decode_event, encode, encode_event
@@ -56,6 +56,11 @@ class RunnerStep:
     def measured(self) -> tuple[SpanEnded | HostWait, ...]:
         """The events that stand for a stretch of time, in order."""
         return tuple(self.of(SpanEnded, HostWait))
+
+    @functools.cached_property
+    def draws(self) -> tuple[SamplingTraced, ...]:
+        """How the tokens that came in this step were drawn, where that was traced."""
+        return tuple(self.of(SamplingTraced))
 
     @functools.cached_property
     def engine_step(self) -> int:

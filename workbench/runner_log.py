@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine import LLM
-from engine.hooks import Event, SpanBegun, SpanEnded
+from engine.hooks import Event, SamplingTraced, SpanBegun, SpanEnded
 from engine.interrupts import deferred_interrupt
 from engine.snapshot import PendingSnapshot, Snapshot
 
@@ -65,11 +65,19 @@ class RunnerLog:
         """The last snapshot that was read; the next one shares with it what did not change."""
         self._stack = ExitStack()
         self._stack.enter_context(self.core.hooks.subscribe(Event, self._events.append))
+        self._traces = ExitStack()
 
     def close(self) -> None:
-        """Ends the subscription and the engine; the steps stay."""
+        """Ends the subscriptions and the engine; the steps stay."""
+        self._traces.close()
         self._stack.close()
         self.llm.close()
+
+    def trace_sampling(self, on: bool) -> None:
+        """From the next step on, records how each token is drawn, or no longer."""
+        self._traces.close()
+        if on:
+            self._traces.enter_context(self.core.hooks.subscribe(SamplingTraced, self._events.append))
 
     @property
     def _began(self) -> bool:

@@ -28,7 +28,8 @@ class Session:
     `prompts` is a text, a dict (prompt or prompt_token_ids, max_tokens, priority, sampling_params, arrive_at_step,
     chat) or a list of them; they become requests A, B, C, … on every runner. `sampling_params` is one for all or a
     list, greedy with 32 tokens if left out; with `chat` a text is a user's message and goes through the model's chat
-    template. The other keywords are those of `engine.LLM`; the runners share one copy of the weights.
+    template. With `trace_sampling` every draw is recorded for the view "sampling", which costs each step work of its
+    own. The other keywords are those of `engine.LLM`; the runners share one copy of the weights.
 
     The runners work one after the other, never at once, so that neither disturbs the other's times. `back` and `goto`
     move a cursor over the recorded steps; the engines never rewind. From an earlier cursor, `step` and `run` first move
@@ -42,9 +43,11 @@ class Session:
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat: bool = False,
+        trace_sampling: bool = False,
         **engine_keywords: Any,
     ) -> None:
         self._logs: list[RunnerLog] = []
+        self._trace_sampling = trace_sampling
         self._keywords: dict[str, Any] = {}
         self._start(
             {"prompts": prompts, "runners": runners, "sampling_params": sampling_params, "chat": chat}, engine_keywords
@@ -64,6 +67,7 @@ class Session:
         for log in self._logs:
             log.close()
         self._given, self._keywords, self._logs = given, keywords, logs
+        self.trace_sampling = self._trace_sampling
         self._cursor = 0
         self._at_open = False
         self._names = 0
@@ -126,6 +130,17 @@ class Session:
     def runners(self) -> tuple[str, ...]:
         """The runners of this session, V1 first."""
         return tuple(log.name for log in self._logs)
+
+    @property
+    def trace_sampling(self) -> bool:
+        """Whether the next steps record how each token is drawn; it may be set at any time."""
+        return self._trace_sampling
+
+    @trace_sampling.setter
+    def trace_sampling(self, on: bool) -> None:
+        self._trace_sampling = on
+        for log in self._logs:
+            log.trace_sampling(on)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -297,6 +312,7 @@ class Session:
             seen = [tuple(int(token) for token in rows if token is not None and token >= 0)]
             for request in done.snapshot.requests:
                 seen += [request.prompt_token_ids, request.output_token_ids]
+            seen += [draw.trace.token_ids for draw in done.draws]
             for token in set().union(*seen) - text.keys():
                 text[token] = self._token_text(token)
 

@@ -95,18 +95,27 @@ def read_traces(
 
 
 def _read(host: Mapping[str, np.ndarray], row: int) -> SamplingTrace:
-    ids = host[_IDS][row].tolist()
-    places = [ids.index(token) for token in dict.fromkeys(ids)]
-    stages = []
-    for name, values in host.items():
-        if name.startswith(_STAGE):
-            num_left, mass_left, log_normaliser, *logits = values[row].tolist()
-            shown = tuple(logits[place] if math.isfinite(logits[place]) else None for place in places)
-            stage = tuple(name.removeprefix(_STAGE).split(" "))
-            stages.append(StageTrace(stage, shown, int(num_left), _finite(mass_left), _finite(log_normaliser)))
-    noise = host[_NOISE][row].tolist()
+    ids, noise = host[_IDS][row].tolist(), host[_NOISE][row].tolist()
+    behind = {name: host[name][row].tolist() for name in host if name.startswith(_STAGE)}
+    *best, sampled = range(len(ids))
+    logits = [values[3:] for values in behind.values()]
+    logits.append(logits[-1])  # the race's
+    k = len(best) // len(logits)
+    # Where less than k were left, some of the k best are forbidden.
+    picked = [c for c in best if math.isfinite(logits[c // k][c])] + [sampled]
+    places = list({ids[c]: c for c in reversed(picked)}.values())[::-1]
+    stages = [
+        StageTrace(
+            tuple(name.removeprefix(_STAGE).split(" ")),
+            tuple(values[3 + c] if math.isfinite(values[3 + c]) else None for c in places),
+            int(values[0]),
+            _finite(values[1]),
+            _finite(values[2]),
+        )
+        for name, values in behind.items()
+    ]
     return SamplingTrace(
-        tuple(ids[place] for place in places), tuple(stages), tuple(_finite(noise[place]) for place in places), ids[-1]
+        tuple(ids[c] for c in places), tuple(stages), tuple(_finite(noise[c]) for c in places), ids[sampled]
     )
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import workbench
+from tests.workbench.drawn import make_drawn_record
 from tests.workbench.fixtures import make_record
+from workbench.views import sampling
 from workbench.widget import load_module
 
 HERE = Path(__file__).parent
@@ -31,6 +33,13 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in VIEWS:
         view_model = importlib.import_module(f"workbench.views.{name}").view_model
         models[name] = {size: view_model(record) for size, record in records.items()}
+    drawn = {
+        "closed": make_record(),
+        "small": make_drawn_record(steps=4),
+        "many": make_drawn_record(requests=64, blocks=512, rows=64, steps=4),
+        "greedy": make_drawn_record(greedy=True, runners=("v1",)),
+    }
+    models["sampling"] = {name: sampling.view_model(record) for name, record in drawn.items()}
     (place / "models.json").write_text(json.dumps(models), encoding="utf-8")
     return place
 
