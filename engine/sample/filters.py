@@ -32,7 +32,8 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: t
     if top_p is not None:
         probs = descending.softmax(dim=-1)
         mass_before = probs.cumsum(dim=-1).sub_(probs)
-        drop = mass_before >= top_p.unsqueeze(1)
+        # Rounded sums reach 1 before the last token: where top_p is off nothing may go.
+        drop = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
         drop[:, 0] = False
         descending.masked_fill_(drop, NEG_INF)
     return logits.scatter_(1, order, descending)

@@ -17,7 +17,7 @@ from engine.runner_v1.input_batch import CachedRequestState, InputBatch
 from engine.runner_v1.sampler import process_logits, sample
 from engine.runner_v1.step_sampling import StepSampling, make_step_sampling
 from engine.sample.bad_words import forbidden_next_tokens
-from engine.sample.filters import apply_grammar_bitmask
+from engine.sample.filters import apply_grammar_bitmask, apply_top_k_top_p
 from engine.sample.penalties import token_counts
 from engine.sched_output import GrammarOutput
 from tests.engine.engine_helpers import greedy
@@ -180,3 +180,10 @@ def test_t23_logits_exist_for_few_positions_at_a_time(rows: int) -> None:
     torch.testing.assert_close(got.logprobs, right.gather(1, got.token_ids))
     assert got.token_ids[:, 0].tolist() == targets.tolist()
     assert torch.equal(got.ranks, (right >= right.gather(1, targets.unsqueeze(1))).sum(-1))
+
+
+def test_top_p_of_a_neighbour_cuts_nothing_from_a_row_without() -> None:
+    logits = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0)) * 6
+    got = apply_top_k_top_p(logits.clone(), None, torch.tensor([1.0, 0.9]))
+    assert torch.equal(got[0], logits[0])
+    assert int((got[1] > float("-inf")).sum()) < 4096
