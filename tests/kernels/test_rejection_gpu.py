@@ -69,6 +69,7 @@ KERNELS = [
         )
         for greedy, drawn in ((True, False), (False, False), (False, True))
     ],
+    ("flatten_sampled", "_flatten_sampled_kernel", (I64, "i32", I32, I64), {"BLOCK": 8}),
     ("rejection_draw", "insert_kernel", (F32, I64, "i32", I64, "i32", I32), {"TILES": 256}),
 ]  # fmt: skip
 
