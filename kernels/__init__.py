@@ -25,6 +25,7 @@ from kernels.gumbel import gumbel_sample
 from kernels.head_rotation import HeadRotation
 from kernels.linear import max_rows, small_linear
 from kernels.logit_bias import LogitBiasTables, MaxLengths, apply_logit_bias
+from kernels.ngram import propose_ngram
 from kernels.noise import Purpose, gumbel_noise
 from kernels.paged_attention import MAX_COUNTERS, decode_attention
 from kernels.penalties import PenaltyTables, apply_penalties
@@ -79,6 +80,7 @@ __all__ = [
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
     "prompt_logprobs_token_ids",
+    "propose_ngram",
     "rejection_sample",
     "resolve_form",
     "sample_top_k_top_p",
