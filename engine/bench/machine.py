@@ -23,9 +23,10 @@ def cpu_name() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has matrix units for bfloat16 (Intel's AMX): nobody would serve in float32 on it."""
+    """Whether the processor has instructions for products of bfloat16: nobody would serve in float32 on it."""
     try:
-        return " amx_bf16 " in Path("/proc/cpuinfo").read_text()
+        flags = Path("/proc/cpuinfo").read_text()
+        return " amx_bf16 " in flags or " avx512_bf16 " in flags
     except OSError:
         return False  # not Linux
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from . import bench_suite
+from . import bench_sampling, bench_suite
 from .options import add_engine_options, engine_keywords, without_model
 from .terminal import UserError, columns
 
@@ -22,11 +22,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--peer", choices=_PEERS,
         help="transformers: real prompts on the same weights (the default on a CPU), in bfloat16 where the processor "
-        "has matrix units for it unless --dtype says otherwise; vllm: the standard workloads, where vllm is installed",
+        "has instructions for it unless --dtype says otherwise; vllm: the standard workloads, where vllm is installed",
     )  # fmt: skip
     parser.add_argument("--runner", choices=tuple(_RUNNERS), default="both", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of either side (default: 2)")
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats of each side, at least 3 (default: 3)")
+    parser.add_argument(
+        "--sampling", action="store_true",
+        help="time and memory of both runners' samplers alone, feature by feature, instead of whole runs",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     bench_suite.add_options(parser)
     add_engine_options(parser)
@@ -49,6 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.peer == "transformers" and asked:
         raise UserError(f"{asked[0]} belongs to the standard workloads, and --peer transformers runs its own; drop one")
     on_gpu = EngineConfig(device=keywords.get("device", "auto")).torch_device.type == "cuda"
+    if arguments.sampling:
+        if odd := [name for name in asked if name not in bench_sampling.OPTIONS] or arguments.peer:
+            raise UserError(
+                f"--sampling takes {', '.join(bench_sampling.OPTIONS)} beside the model, not {odd}; drop it"
+            )
+        return bench_sampling.run(arguments, keywords, on_gpu)
     if arguments.peer == "vllm" or asked or (on_gpu and arguments.peer is None):
         return bench_suite.run(arguments, keywords, runners, on_gpu)
     return _against_transformers(arguments, keywords, runners)

@@ -44,13 +44,21 @@ def given(arguments: argparse.Namespace) -> list[str]:
     return [name for name in _OPTIONS if getattr(arguments, name[2:].replace("-", "_")) is not None]
 
 
+def model_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Which weights: those asked for, or random ones of Qwen3-0.6B."""
+    from engine.models import BUILTIN_CONFIGS
+
+    model = {"model": "qwen3-0.6b", "dtype": "bfloat16"} | {k: v for k, v in keywords.items() if k in _MODEL}
+    model.setdefault("load_format", "dummy" if model["model"] in BUILTIN_CONFIGS else "auto")
+    return model
+
+
 def run(arguments: argparse.Namespace, keywords: dict[str, Any], runners: tuple[str, ...], on_gpu: bool) -> int:
     """Measures, and prints each workload as soon as it is done."""
     from engine.bench.peer_vllm import check_installed
     from engine.bench.suite import Plan, run_suite
     from engine.bench.suite_report import to_dict
     from engine.bench.workloads import STANDARD, choose
-    from engine.models import BUILTIN_CONFIGS
 
     sizes = arguments.requests, arguments.input_len, arguments.output_len
     if not on_gpu and None in sizes:
@@ -64,14 +72,12 @@ def run(arguments: argparse.Namespace, keywords: dict[str, Any], runners: tuple[
         raise UserError(f"--profile {arguments.profile}: its folder does not exist; make it first")
     if arguments.peer == "vllm":
         check_installed()
-    model = {"model": "qwen3-0.6b", "dtype": "bfloat16"} | {k: v for k, v in keywords.items() if k in _MODEL}
-    model.setdefault("load_format", "dummy" if model["model"] in BUILTIN_CONFIGS else "auto")
     names = arguments.workload if arguments.workload is not None else ",".join(STANDARD)
     plan = Plan(
         specs=tuple(spec.resized(*sizes) for spec in choose(names)),
         runners=runners,
         repeats=arguments.repeats,
-        model=model,
+        model=model_keywords(keywords),
         engine={k: v for k, v in keywords.items() if k not in (*_MODEL, "skip_tokenizer_init")},
         peer=arguments.peer == "vllm",
         observe=bool(arguments.observe),
