@@ -7,11 +7,15 @@ closest. What depends on the checkpoint or on the machine is settled once, by `r
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+
+from .config_checks import ConfigError, check_choice, check_positive, closest
+from .speculative_config import SpeculativeConfig
+
+__all__ = ["ConfigError", "EngineConfig", "SpeculativeConfig", "closest"]
 
 DTYPES = {
     "float32": torch.float32, "float": torch.float32, "fp32": torch.float32,
@@ -22,43 +26,7 @@ KERNEL_BACKENDS = ("auto", "triton", "torch", "interpret", "loop")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
 SPECULATIVE_METHODS: tuple[str, ...] = ()
-"""Methods this build can run; `SpeculativeConfig` refuses every other name."""
-
-
-class ConfigError(ValueError):
-    """A configuration that can't be: says what was asked, what is possible and what to do."""
-
-
-def closest(name: str, names: Any) -> str:
-    """`", did you mean 'x'?"` for the nearest of `names`, or nothing."""
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f", did you mean {match[0]!r}?" if match else ""
-
-
-def _choice(what: str, value: str, choices: Any) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{what}={value!r}: possible are {', '.join(map(repr, choices))}{closest(str(value), choices)}"
-        )
-
-
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """How drafts are made. `method="dspark"` needs runner V2."""
-
-    method: str
-    num_speculative_tokens: int = 0
-    model: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in SPECULATIVE_METHODS:
-            known = ", ".join(map(repr, SPECULATIVE_METHODS)) or "none yet"
-            raise ConfigError(
-                f"speculative method {self.method!r} is not in this version (available: {known}); "
-                "leave speculative_config out"
-            )
-        if self.num_speculative_tokens < 1:
-            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1")
+"""Methods that a runner of this build carries out; the others are refused."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +70,17 @@ class EngineConfig:
                 raise ConfigError(f"unknown keyword {key!r}{closest(key, names)} The keywords are: {', '.join(names)}")
         spec = kwargs.get("speculative_config")
         if isinstance(spec, dict):
-            known = [f.name for f in dataclasses.fields(SpeculativeConfig)]
-            for key in spec:
-                if key not in known:
-                    raise ConfigError(
-                        f"unknown key {key!r} in speculative_config{closest(key, known)} Known: {', '.join(known)}"
-                    )
-            if "method" not in spec:
-                raise ConfigError("speculative_config needs a 'method'")
-            kwargs["speculative_config"] = SpeculativeConfig(**spec)
+            kwargs["speculative_config"] = SpeculativeConfig.from_mapping(spec)
         if kwargs.get("cudagraph_capture_sizes") is not None and "cudagraph_capture_sizes" in kwargs:
             kwargs["cudagraph_capture_sizes"] = tuple(sorted(kwargs["cudagraph_capture_sizes"]))
         return cls(**kwargs)
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "block_size"):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("max_num_seqs", "max_model_len", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
         for name in (
             "enable_prefix_caching",
             "enable_chunked_prefill",
@@ -148,15 +108,27 @@ class EngineConfig:
                 "every running request needs one token of the budget a step; raise the first or lower the second"
             )
         for size in self.cudagraph_capture_sizes:
-            _positive("cudagraph_capture_sizes", size)
-        _choice("kernel_backend", self.kernel_backend, KERNEL_BACKENDS)
-        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _choice("load_format", self.load_format, LOAD_FORMATS)
-        _choice("dtype", self.dtype, ("auto", *DTYPES))
+            check_positive("cudagraph_capture_sizes", size)
+        self._check_speculative()
+        check_choice("kernel_backend", self.kernel_backend, KERNEL_BACKENDS)
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("dtype", self.dtype, ("auto", *DTYPES))
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise ConfigError(f"device={self.device!r}: possible are 'auto', 'cpu', 'cuda' and 'cuda:N'")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"device={self.device!r}: this torch sees no CUDA device; use device='cpu' or 'auto'")
+
+    def _check_speculative(self) -> None:
+        config = self.speculative_config
+        if config is not None and not isinstance(config, SpeculativeConfig):
+            raise ConfigError(f"speculative_config={config!r}: must be a dict or a SpeculativeConfig")
+        if config is not None and config.method not in SPECULATIVE_METHODS:
+            known = ", ".join(map(repr, SPECULATIVE_METHODS)) or "none yet"
+            raise ConfigError(
+                f"speculative method {config.method!r} is not in this version (available: {known}); "
+                "leave speculative_config out"
+            )
 
     @property
     def torch_device(self) -> torch.device:
@@ -200,8 +172,3 @@ class EngineConfig:
             max_num_seqs=max_seqs,
             cudagraph_capture_sizes=sizes,
         )
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
