@@ -132,7 +132,7 @@ class EngineCore:
         `recover` has run when the error is raised.
         """
         with deferred_interrupt(), self.device.scope():
-            for _ in self.phases():
+            for _ in self._advance():
                 pass
         return self.take_outputs()
 
@@ -142,20 +142,27 @@ class EngineCore:
 
     def phases(self) -> Iterator[str]:
         """The phases of one step, each named after it has run. An unfinished step goes on where it stopped."""
+        step = self._advance()
+        while True:
+            # No StopIteration, or a Ctrl-C during the last phase would be lost behind it.
+            with deferred_interrupt(), self.device.scope():
+                phase = next(step, None)
+            if phase is None:
+                return
+            yield phase
+
+    def _advance(self) -> Iterator[str]:
+        """`phases`, for who holds back interrupts himself."""
         if self._current is None:
             self.hooks.step += 1
             self._current = self._overlapped_step() if self.config.async_scheduling else self._plain_step()
-        while True:
-            try:
-                # No StopIteration, or a Ctrl-C during the last phase would be lost behind it.
-                with deferred_interrupt(), self.device.scope():
-                    phase = next(self._current, None)
-            except Exception:
-                self.recover()
-                raise
-            if phase is None:
-                break
-            yield phase
+        try:
+            # No `yield from`: it would close the step with this generator, and a step left unfinished goes on later.
+            while (phase := next(self._current, None)) is not None:
+                yield phase
+        except Exception:
+            self.recover()
+            raise
         self._current = None
         self.device.emit_spans()
 

@@ -94,13 +94,14 @@ class LLM:
             for prompt, one in zip(batch, params, strict=True):
                 with deferred_interrupt():
                     ids.append(self.add(prompt, one, final_only=True))
-            pending = set(ids)
-            while pending:
-                for output in self.step():
-                    if output.finished and output.request_id in pending:
-                        pending.discard(output.request_id)
-                        results[output.request_id] = output
-                        bar.update()
+            own = frozenset(ids)
+            with deferred_interrupt() as interrupt, self.core.device.scope():
+                while len(results) < len(ids):
+                    for output in self.step():
+                        if output.finished and output.request_id in own:
+                            results[output.request_id] = output
+                            bar.update()
+                    interrupt.raise_if_received()
         finally:
             bar.close()
             self.abort([request_id for request_id in ids if request_id not in results])

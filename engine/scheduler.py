@@ -137,11 +137,11 @@ class Scheduler:
 
     def schedule(self, step: int) -> SchedulerOutput:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
-        plan = StepPlan(self.config.max_num_batched_tokens)
-        if self._steady_steps > 0 and self._last_batch is not None and self._last_batch.version == self.table.version:
+        plan, last = StepPlan(self.config.max_num_batched_tokens), self._last_batch
+        steady = self._steady_steps > 0 and last is not None and last.version == self.table.version
+        if steady and last is not None:
             self._steady_steps -= 1
-            batch = self._last_batch
-            plan.take_running(batch.rows, batch.num_tokens, self.table.num_computed_tokens[batch.rows])
+            plan.take_running(last.rows, last.num_tokens, self.table.num_computed_tokens[last.rows])
         else:
             self._schedule_running(plan)
         if RequestScheduled in self._hooks.wanted:
@@ -149,7 +149,7 @@ class Scheduler:
                 self._emit_scheduled(self._request(row), count, "running", 0)
         if plan.can_admit and self.waiting:
             self._schedule_waiting(plan)
-        batch = plan.batch(self.table, self._last_batch)
+        batch = last if steady and last is not None and not plan.admits else plan.batch(self.table, last)
         if batch.requests:
             self.table.advance(batch.rows, batch.num_tokens, step)
             self._in_flight[step] = self._last_batch = batch
@@ -317,19 +317,20 @@ class Scheduler:
         tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
         table, rows = self.table, batch.rows
         # A request that is still in its row and can't end here: nearly all, nearly always.
-        plain = (counts > 0) & (table.num_tokens[rows] + counts < table.limit[rows])
+        sampled = counts > 0
+        plain = sampled & (table.num_tokens[rows] + counts < table.limit[rows])
         if batch.version != table.version:
             plain &= table.generation[rows] == batch.generations
         if (stop_ids := table.stop_token_ids).size:
             plain &= ~np.isin(tokens, stop_ids).any(axis=1)
         plain &= ~table.constrained[rows]
-        self._append_plain(batch, plain, tokens, counts, now)
         all_plain = bool(plain.all())
+        self._append_plain(batch, None if all_plain and tokens.shape[1] == 1 else plain, tokens, counts, now)
         if all_plain and not every_token and table.quiet[rows].all():
             return []
         wanted = plain if every_token else plain & ~table.quiet[rows]
         updates = {i: (batch.requests[i], tokens[i, : counts[i]].tolist()) for i in np.flatnonzero(wanted).tolist()}
-        for i in [] if all_plain else np.flatnonzero(~plain & (counts > 0)).tolist():
+        for i in [] if all_plain else np.flatnonzero(~plain & sampled).tolist():
             request = batch.requests[i]
             if not request.is_finished:
                 accepted = self._append(request, tokens[i, : counts[i]].tolist(), now)
@@ -338,11 +339,12 @@ class Scheduler:
         return [updates[i] for i in sorted(updates)]
 
     def _append_plain(
-        self, batch: ScheduledBatch, plain: np.ndarray, tokens: np.ndarray, counts: np.ndarray, now: float
+        self, batch: ScheduledBatch, plain: np.ndarray | None, tokens: np.ndarray, counts: np.ndarray, now: float
     ) -> None:
-        """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them."""
+        """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them; None: one of
+        every row."""
         table, rows = self.table, batch.rows
-        if plain.all() and (counts == 1).all():
+        if plain is None:
             for append, token in zip(batch.appends, tokens[:, 0].tolist(), strict=True):
                 append(token)
         else:

@@ -43,6 +43,10 @@ class ScheduledBatch:
         return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
 
     @cached_property
+    def total_num_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+    @cached_property
     def appends(self) -> list[Callable[[int], None]]:
         """What appends a token to each request's output."""
         return [request.output_token_ids.append for request in self.requests]
@@ -89,6 +93,11 @@ class StepPlan:
     def can_admit(self) -> bool:
         """False when an admission would take the blocks that a preempted or left-out request is waiting for."""
         return self.budget > 0 and not self.preempted and not self.short_of_blocks
+
+    @property
+    def admits(self) -> bool:
+        """A request begins, or comes back, in this step."""
+        return bool(self._admitted)
 
     def take_running(self, rows: np.ndarray, num_tokens: np.ndarray, num_computed_tokens: np.ndarray) -> None:
         """Requests that the runner holds, by their rows of the running table; each array i64 [rows]."""
@@ -158,7 +167,7 @@ class StepPlan:
             scheduled_new_reqs=self._new,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=batch.num_scheduled_tokens,
-            total_num_scheduled_tokens=int(batch.num_tokens.sum()),
+            total_num_scheduled_tokens=batch.total_num_tokens,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted),
             has_structured_output_requests=bool(batch.structured_output_requests),

@@ -21,26 +21,19 @@ def empty_tokens(num_rows: int, device: torch.device) -> tuple[torch.Tensor, tor
     parts.
     """
     tokens = torch.empty(num_rows + (num_rows + 1) // 2, dtype=torch.int64, device=device)
-    return tokens, *_parts(tokens, num_rows)
-
-
-def split_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sampled` i64 [r, 1] and `num_sampled` i32 [r] of what `empty_tokens` made."""
-    return _parts(tokens, tokens.shape[0] * 2 // 3)
-
-
-def _parts(tokens: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return tokens[:num_rows].unsqueeze(1), tokens[num_rows:].view(torch.int32)[:num_rows]
+    return tokens, tokens[:num_rows].unsqueeze(1), tokens[num_rows:].view(torch.int32)[:num_rows]
 
 
 class HostRing:
-    """As many pinned buffers for a step's tokens as steps can be in flight, and one that is being read. i64 [size]."""
+    """As many pinned buffers for a step's tokens as steps can be in flight, and one that is read: i64 [size], each
+    with its numpy view."""
 
     def __init__(self, device: Device, size: int, depth: int) -> None:
-        self._buffers = [device.empty_host((size,), torch.int64) for _ in range(depth)]
+        buffers = [device.empty_host((size,), torch.int64) for _ in range(depth)]
+        self._buffers = [(buffer, buffer.numpy()) for buffer in buffers]
         self._next = 0
 
-    def next(self) -> torch.Tensor:
+    def next(self) -> tuple[torch.Tensor, np.ndarray]:
         self._next = (self._next + 1) % len(self._buffers)
         return self._buffers[self._next]
 
@@ -61,7 +54,7 @@ class AsyncOutput:
         num_logprobs: np.ndarray,
         logprobs_plan: LogprobsPlan,
         prompt_logprobs: PromptLogprobsPlan | None,
-        host_tokens: torch.Tensor,
+        host_tokens: tuple[torch.Tensor, np.ndarray],
         tensors: Callable[[], dict[str, torch.Tensor]],
     ) -> None:
         self._device = device
@@ -69,7 +62,8 @@ class AsyncOutput:
         self._num_logprobs = num_logprobs
         self._logprobs_plan = logprobs_plan
         self._prompt_logprobs = prompt_logprobs
-        self._host_tokens = host_tokens
+        self._host_tokens, self._host_tokens_np = host_tokens
+        self._num_rows = 0
         self._tensors = tensors
         self._host: dict[str, torch.Tensor] = {}
         self._kept: dict[str, torch.Tensor] = {}
@@ -82,15 +76,17 @@ class AsyncOutput:
         self._kept = self._tensors()
         for name, tensor in self._kept.items():
             if name == "tokens":
-                host = self._host_tokens[: tensor.shape[0]]
+                self._num_rows = tensor.shape[0] * 2 // 3
+                self._host_tokens[: tensor.shape[0]].copy_(tensor, non_blocking=True)
             else:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.is_cuda)
-            self._host[name] = host.copy_(tensor, non_blocking=True)
+                self._host[name] = host.copy_(tensor, non_blocking=True)
 
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self.copied, "output", inside_step=False)
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
-        sampled, num_sampled = (part.numpy() for part in split_tokens(self._host["tokens"]))
+        rows, tokens = self._num_rows, self._host_tokens_np
+        sampled, num_sampled = tokens[:rows, np.newaxis], tokens[rows:].view(np.int32)[:rows]
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
         if self._logprobs_plan.wanted:
