@@ -49,7 +49,8 @@ class Scheduler:
         self._hooks = hooks
         self._v2 = use_v2_model_runner
         self._by_priority = config.scheduling_policy == "priority"
-        self._num_added = 0
+        self.num_added = 0
+        """The number of the next request, which a request without a seed derives its own from."""
         self._seed_index: dict[str, int] = {}
         self._in_flight: dict[int, ScheduledBatch] = {}
         """By step."""
@@ -75,8 +76,8 @@ class Scheduler:
         if rid in self.requests:
             raise ValueError(f"request id {rid!r} belongs to an unfinished request; choose another or abort that one")
         self._limits.check(request)
-        self._seed_index[rid] = self._num_added
-        self._num_added += 1
+        self._seed_index[rid] = self.num_added
+        self.num_added += 1
         self.requests[rid] = request
         self._enqueue(request)
         if RequestAdded in self._hooks.wanted:

@@ -97,9 +97,10 @@ class RunnerLog:
 
     def check(self, request: SessionRequest) -> None:
         """Raises what adding the request would raise, and leaves no trace of it."""
-        mark = len(self._events)
+        mark, number = len(self._events), self.core.scheduler.num_added
         self._add(request)
         self.core.abort([request.request_id])
+        self.core.scheduler.num_added = number
         self.core.finished.pop(request.request_id, None)
         del self._events[mark:]
 

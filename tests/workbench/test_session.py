@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from engine import ConfigError, SamplingParams
+from engine import LLM, ConfigError, SamplingParams
 from engine.hooks import HostWait, RequestScheduled, RowMoved, RowWritten, SpanEnded
 from tests.workbench.sessions import GREEDY, TINY, outputs, prompt, tiny_session
 from workbench import Session, StepRecord
@@ -378,3 +378,15 @@ def test_the_text_of_a_token_is_known_as_soon_as_the_device_has_it() -> None:
         record = session.step()
         newest = {row.cells["last_sampled_token"] for row in record.runners["v2"].snapshot.rows if row.request_id}
         assert newest - {None, -1} <= record.token_text.keys()
+
+
+def test_without_a_seed_a_session_draws_what_an_engine_alone_draws() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+    prompts = [prompt(1, 5), prompt(2, 7), prompt(3, 4)]
+    session = tiny_session(prompts, sampling_params=params, runners="v2")
+    session.run_until("end")
+    llm = LLM(**TINY)
+    alone = llm.generate(prompts, params, use_tqdm=False)
+    llm.close()
+    drawn = outputs(session, "v2")
+    assert [drawn[name] for name in "ABC"] == [output.outputs[0].token_ids for output in alone]
