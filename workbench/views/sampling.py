@@ -94,7 +94,7 @@ def traced(record: StepRecord) -> Draws:
 
 
 class SamplingView(LiveView, static="sampling"):
-    """The live sampling view. The page, or anyone, sets `watching`, `request` ("" is the first) and `position` (-1 is the
+    """The live sampling view. The page sets `watching`, `request` ("" is the first) and `position` (-1 is the
     newest). While it is not watching it computes nothing."""
 
     view_model = staticmethod(view_model)
