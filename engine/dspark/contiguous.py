@@ -6,7 +6,7 @@ the longest, a anchors a sequence, γ block size, n injected layers, d hidden si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -71,15 +71,26 @@ def draft_hidden(
     return _rms_norm(x, weights["norm.weight"], config.model.rms_norm_eps).view(b, a, block, -1)
 
 
-def draft_greedy(
-    config: DSparkConfig, weights: Mapping[str, Tensor], hidden: Tensor, base_logits: Tensor, anchors: Tensor
+def most_likely(logits: Tensor) -> Tensor:
+    """Token ids [m] of logits [m, V]."""
+    return logits.argmax(-1)
+
+
+def draft_block(
+    config: DSparkConfig,
+    weights: Mapping[str, Tensor],
+    hidden: Tensor,
+    base_logits: Tensor,
+    anchors: Tensor,
+    choose: Callable[[Tensor], Tensor] = most_likely,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The Markov loop with the most likely token at each position: the specification of drafting.
+    """The Markov loop: the specification of drafting.
 
     Args:
         hidden: [m, γ, d], of `draft_hidden`.
         base_logits: f32 [m, γ, V], the output head's.
         anchors: i64 [m].
+        choose: token ids [m] of the logits [m, V] of one position.
 
     Returns:
         tokens i64 [m, γ], logits f32 [m, γ, V] and confidences before the sigmoid [m, γ], None without that head.
@@ -94,7 +105,7 @@ def draft_greedy(
             row = row + markov_bias(weights, latent).float()
         if config.enable_confidence_head:
             confidences.append(confidence_logits(config, weights, h, e).float())
-        previous = row.argmax(-1)
+        previous = choose(row)
         tokens.append(previous)
         logits.append(row)
     return torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidences, 1) if confidences else None

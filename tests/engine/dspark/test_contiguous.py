@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.dspark.contiguous import block_ids, draft_greedy, draft_hidden
+from engine.dspark.contiguous import block_ids, draft_block, draft_hidden
 from engine.dspark.heads import block_latents, markov_bias, markov_embedding
 from engine.dspark.target import prefill_with_hidden
 from tests.engine.dspark.golden import HEADS, TOLERANCE, Golden, golden
@@ -26,7 +26,7 @@ def test_every_golden_round_at_once(head: str) -> None:
         given.config, given.weights, given.weights["embed_tokens.weight"], hidden_of(given), anchors, positions
     )[0]
     base = F.linear(hidden, given.weights["lm_head.weight"])
-    tokens, logits, confidences = draft_greedy(given.config, given.weights, hidden, base, anchors[0])
+    tokens, logits, confidences = draft_block(given.config, given.weights, hidden, base, anchors[0])
     assert confidences is not None
     for i, (_, values) in enumerate(given.rounds()):
         assert torch.equal(tokens[i], values["draft_tokens"])
@@ -81,7 +81,7 @@ def test_whole_blocks_get_the_loops_bias(head: str) -> None:
     _, values = given.rounds()[1]
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     base = torch.zeros(1, 5, 256)
-    tokens, logits, _ = draft_greedy(given.config, given.weights, hidden, base, values["anchor"])
+    tokens, logits, _ = draft_block(given.config, given.weights, hidden, base, values["anchor"])
     before = torch.cat((values["anchor"].view(1, 1), tokens[:, :-1]), 1)
     latents = block_latents(given.config, given.weights, markov_embedding(given.weights, before), hidden)
     torch.testing.assert_close(markov_bias(given.weights, latents), logits)
@@ -95,7 +95,7 @@ def test_gradients_reach_every_weight() -> None:
     hidden = draft_hidden(
         given.config, weights, weights["embed_tokens.weight"], hidden_of(given).clone(), anchors, torch.tensor([[9, 5]])
     )[0]
-    _, logits, confidences = draft_greedy(
+    _, logits, confidences = draft_block(
         given.config, weights, hidden, hidden @ weights["lm_head.weight"].T, anchors[0]
     )
     assert confidences is not None

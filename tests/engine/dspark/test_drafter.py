@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.dspark.contiguous import draft_greedy, draft_hidden
+from engine.dspark.contiguous import draft_block, draft_hidden
 from engine.dspark.drafter import DraftSampling, DSparkDrafter
 from engine.dspark.target import prefill_with_hidden
 from tests.engine.dspark.golden import HEADS, TOLERANCE, Golden, golden
@@ -68,7 +68,7 @@ def test_a_batch_drafts_like_each_request_alone(head: str, chunk: int) -> None:
             )[0]
             torch.testing.assert_close(loop.last_hidden[i], hidden[0], **TOLERANCE)
             base = F.linear(hidden, given.weights["lm_head.weight"])
-            expected, _, confidences = draft_greedy(given.config, given.weights, hidden, base, anchor[0])
+            expected, _, confidences = draft_block(given.config, given.weights, hidden, base, anchor[0])
             assert torch.equal(drafts.tokens[i], expected[0])
             assert drafts.confidence_logits is not None and confidences is not None
             torch.testing.assert_close(drafts.confidence_logits[i], confidences[0], **TOLERANCE)

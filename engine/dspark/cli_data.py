@@ -1,0 +1,79 @@
+"""The sequences that `runnerscope dspark` works on, from its options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cli.terminal import UserError
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from .data import Sequences
+
+
+def training_data(llm: LLM, arguments: argparse.Namespace, path: Path, seed: int) -> Sequences:
+    """Sequences of an earlier call where they were made in the same way; else new ones."""
+    from .data import Sequences, answer, first_turn, fits, read_prompts, self_prompts
+
+    files = arguments.prompts or []
+    about = {
+        "model": llm.loaded.name,
+        "prompts": ", ".join(str(p) for p in files) or "self-generated",
+        "num_sequences": str(arguments.num_sequences),
+        "max_tokens": str(arguments.max_tokens),
+        "temperatures": " ".join(map(str, arguments.temperatures)),
+        "seed": str(seed),
+    }
+    if path.is_file():
+        sequences, made = Sequences.load(path)
+        if made != about:
+            different = "; ".join(f"{k} was {made.get(k)}, is {about[k]}" for k in about if made.get(k) != about[k])
+            raise UserError(f"{path} holds other sequences: {different}. Give another --out, or the same options")
+        return sequences
+    if files:
+        turns = [turns for file in files for turns in read_prompts(file)][: arguments.num_sequences]
+        prompts = [prompt for prompt in (first_turn(llm, turn[0]) for turn in turns) if fits(llm, prompt)]
+        _say_missing(len(turns) - len(prompts), len(turns))
+    else:
+        prompts = self_prompts(llm, arguments.num_sequences, seed)
+    sequences = answer(llm, prompts, arguments.max_tokens, arguments.temperatures, seed)
+    sequences.save(path, about)
+    print(f"{len(sequences)} sequences, {int(sequences.lengths.sum())} tokens in {path}")
+    return sequences
+
+
+def answers(llm: LLM, arguments: argparse.Namespace, temperature: float) -> dict[str, Sequences]:
+    """The target's answers to each file of prompts, or to prompts of its own."""
+    from .data import answer, answer_turns, read_prompts, self_prompts
+
+    if not arguments.prompts:
+        # Another seed than training's: these prompts were not trained on.
+        prompts = self_prompts(llm, arguments.num_sequences, seed=1_000_003)
+        return {"self-made": answer(llm, prompts, arguments.max_tokens, [temperature], seed=0)}
+    found = {}
+    for path in arguments.prompts:
+        conversations = read_prompts(path)[: arguments.num_sequences]
+        found[path.stem] = answer_turns(llm, conversations, arguments.max_tokens, temperature)
+        asked = sum(map(len, conversations))
+        _say_missing(asked - len(found[path.stem]), asked)
+    return found
+
+
+def _say_missing(missing: int, asked: int) -> None:
+    if missing:
+        print(f"{missing} of {asked} turns left out: no room for them, raise --max-model-len", file=sys.stderr)
+
+
+def unused_token(llm: LLM) -> int | None:
+    """The last special token that means nothing to a chat; None without one."""
+    tokenizer = llm.loaded.tokenizer
+    if tokenizer is None:
+        return None
+    used = set(tokenizer.special_tokens.values())
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    template = tokenizer.chat_template or ""
+    free = [i for i, token in added if token.special and token.content not in used and token.content not in template]
+    return max((i for i in free if i < llm.loaded.config.vocab_size and i not in tokenizer.eos_token_ids), default=None)
