@@ -29,7 +29,8 @@ def propose_ngram(
     """Look up each request's drafts. There are fewer than `num_drafts` where its tokens end, or L is reached.
 
     Args:
-        max_total_len: no request has more tokens, as the host knows (None: L): columns behind are not read.
+        max_total_len: columns behind it are not read; a request that has more tokens gets no drafts. What the host
+            knows of those that are to have some (None: L).
 
     Returns:
         i64 [r, num_drafts]: drafts, then -1.
@@ -54,7 +55,7 @@ def propose_ngram(
     if form == "loop":
         for i in range(num_reqs):
             row = int(idx_mapping[i])
-            if row >= 0:
+            if row >= 0 and int(total_len[row]) <= width:
                 tokens = all_token_ids[row, : int(total_len[row])].tolist()
                 found = _lookup(tokens, min_ngram, max_ngram)[: min(num_drafts, all_token_ids.shape[1] - len(tokens))]
                 drafts[i, : len(found)] = torch.tensor(found, dtype=torch.int64)
@@ -67,6 +68,7 @@ def propose_ngram(
             all_token_ids.stride(0),
             all_token_ids.shape[1],
             total_len,
+            width,
             drafts,
             num_drafts,
             form=form,
@@ -103,7 +105,7 @@ def _torch(
     matched = torch.zeros_like(tokens)
     agrees = (end >= 1) & (end < length)
     for n in range(1, max_ngram + 1):
-        own = tokens.gather(1, (length - n).clamp(min=0).long())
+        own = tokens.gather(1, (length - n).clamp(0, width - 1).long())
         agrees = agrees & (end >= n) & (tokens.roll(n, dims=1) == own)
         matched += agrees
     # The first of the longest: argmax would not say which of several it takes.
@@ -111,20 +113,22 @@ def _torch(
     start = torch.where(matched == best, end, width).amin(dim=1, keepdim=True)
     k = torch.arange(num_drafts, device=tokens.device)
     exists = (best >= min_ngram) & (start + k < length) & (length + k < all_token_ids.shape[1])
-    exists &= (idx_mapping >= 0).unsqueeze(1)
+    exists &= (idx_mapping >= 0).unsqueeze(1) & (length <= width)
     return torch.where(exists, tokens.gather(1, (start + k).clamp(max=width - 1)).long(), -1)
 
 
 @triton.jit
 def _propose_ngram_kernel(
-    idx_mapping_ptr, all_token_ids_ptr, all_token_ids_stride, max_model_len, total_len_ptr, drafts_ptr, num_drafts,
-    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+    idx_mapping_ptr, all_token_ids_ptr, all_token_ids_stride, max_model_len, total_len_ptr, width, drafts_ptr,
+    num_drafts, MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     req = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + req).to(tl.int64)
     if row < 0:
         return
     length = tl.load(total_len_ptr + row)
+    if length > width:
+        return
     row_ptr = all_token_ids_ptr + row * all_token_ids_stride
     # The longest match first, then the earliest place: one number to maximise in each lane.
     best = tl.full([BLOCK], 0, tl.int64)

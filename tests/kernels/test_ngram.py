@@ -72,6 +72,16 @@ def test_each_request_gets_its_own(form: str) -> None:
     assert drafts.tolist() == [[-1, -1]]
 
 
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_a_request_longer_than_the_host_said_gets_none(form: str) -> None:
+    """One inside its prompt has all of its tokens in the table already."""
+    table, total = torch.tensor([TOKENS, TOKENS], dtype=torch.int32), torch.tensor([12, 8], dtype=torch.int32)
+    drafts = propose_ngram(
+        torch.arange(2).int(), table, total, num_drafts=1, min_ngram=1, max_ngram=3, max_total_len=9, form=form
+    )
+    assert drafts.tolist() == [[-1], [8]]
+
+
 REQUESTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=39), min_size=1, max_size=4)
 RANGES = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))
 
@@ -109,7 +119,7 @@ def test_the_torch_form_never_waits(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_compiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    types, constexprs = (I32, I32, "i32", "i32", I32, I64, "i32"), {"MIN_NGRAM": 2, "MAX_NGRAM": 4}
+    types, constexprs = (I32, I32, "i32", "i32", I32, "i32", I64, "i32"), {"MIN_NGRAM": 2, "MAX_NGRAM": 4}
     compiles_for_hopper(
         "ngram", "_propose_ngram_kernel", types, {**constexprs, "DRAFTS": 4, "BLOCK": 1024}, tmp_path_factory,
         monkeypatch,

@@ -1,0 +1,35 @@
+"""How a model's drafts are taken from its logits: the most likely token, or one that is drawn."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import Purpose, apply_temperature, draft_noise_positions, gumbel_sample
+
+from .interface import FinishedStep
+
+
+class DraftSampler:
+    """`num_rows` R, `num_drafts` N. "greedy" takes the argmax; "probabilistic" draws from softmax(logits / T), and
+    keeps the logits of every draft for the verification: f32 [R, N, V]."""
+
+    def __init__(
+        self, method: str, num_rows: int, num_drafts: int, vocab_size: int, device: torch.device, form: str
+    ) -> None:
+        self._form = form
+        self.logits: torch.Tensor | None = None
+        if method == "probabilistic":
+            self.logits = torch.zeros(num_rows, num_drafts, vocab_size, dtype=torch.float32, device=device)
+
+    def draw(self, step: FinishedStep, index: int, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Draft number `index` of each request, i64 [r], which will stand at `positions` i64 [r]; logits f32 [r, V],
+        changed in place."""
+        if self.logits is None:
+            return logits.argmax(dim=-1)
+        rows = step.rows
+        apply_temperature(logits, step.idx_mapping, rows.temperature, form=self._form)
+        self.logits[:, index].index_copy_(0, step.idx_mapping.clamp(min=0).long(), logits)
+        return gumbel_sample(
+            logits, step.idx_mapping, rows.temperature, rows.seeds, draft_noise_positions(positions, index),
+            purpose=Purpose.DRAFT, form=self._form,
+        )  # fmt: skip
