@@ -87,7 +87,8 @@ def torch_form(
     row = torch.minimum(begin.unsqueeze(1) + k, last.unsqueeze(1))
     drafts = torch.where(row < last.unsqueeze(1), token_ids[(row + 1).clamp_(max=max(num_logits - 1, 0))].long(), -1)
     is_draft = (drafts >= 0).cumprod(dim=1).bool()
-    laws = _Laws(target_logits, row, None if draft_logits is None else draft_logits[states, :max_drafts], all_greedy)
+    own_logits = None if draft_logits is None else draft_logits[states, :max_drafts]
+    laws = DraftLaws(target_logits, row, own_logits, all_greedy)
     p, q = laws.probabilities(torch.where(is_draft, drafts, 0), greedy)
     key = draft_noise_positions(positions[row], k)
     zero = torch.zeros_like(key)
@@ -122,7 +123,7 @@ def torch_form(
     return sampled, (accepted + 1).to(torch.int32), *seen
 
 
-class _Laws:
+class DraftLaws:
     """Target and drafter at r requests' N drafts. `row` i64 [r, N] of `target_logits` f32 [l, V] judges each draft;
     `draft_logits` f32 [r, N, V], None for drafts that were not drawn."""
 
