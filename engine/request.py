@@ -36,6 +36,8 @@ class Request:
     quiet: bool = False
     """Nobody wants its tokens before it is finished; settled before it is admitted."""
     output_token_ids: list[int] = field(default_factory=list)
+    spec_token_ids: list[int] = field(default_factory=list)
+    """Drafts behind the known tokens, where the host has them (V1)."""
     status: RequestStatus = RequestStatus.WAITING
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache when first scheduled; -1 before that."""

@@ -28,6 +28,8 @@ class RunningTable:
         """Tokens known to the host."""
         self.num_output_placeholders = column()
         self.num_computed_tokens = column()
+        self.num_drafts = column()
+        """Drafted tokens behind the known ones, which its next step may verify."""
         self.prefill_len = column()
         """Tokens that it had to compute when it was admitted."""
         self.limit = column()
@@ -86,6 +88,7 @@ class RunningTable:
         self.num_tokens[row] = self.prefill_len[row] = request.num_tokens
         self.limit[row] = limit
         self.last_step[row] = 0
+        self.num_drafts[row] = 0
         self.quiet[row] = request.quiet
         self.constrained[row] = request.structured_output is not None
         self._priority[row] = request.priority
@@ -117,15 +120,24 @@ class RunningTable:
             return order.copy()
         return np.concatenate((order[~is_prefill], order[is_prefill]))
 
-    def num_tokens_to_compute(self, rows: np.ndarray) -> np.ndarray:
-        """i64, for each of `rows`: tokens that no step computes yet; 0 also when those in flight complete it."""
+    def num_tokens_to_compute(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """i64, for each of `rows`: tokens that no step computes yet, 0 also when those in flight complete it; and how
+        many drafts may be computed behind them: no more than the request can still take."""
         known = self.num_tokens[rows] + self.num_output_placeholders[rows]
-        return np.where(known >= self.limit[rows], 0, known - self.num_computed_tokens[rows])
+        room = self.limit[rows] - known
+        num_tokens = np.where(room <= 0, 0, known - self.num_computed_tokens[rows])
+        return num_tokens, np.where(num_tokens > 0, np.minimum(self.num_drafts[rows], room - 1), 0)
 
-    def advance(self, rows: np.ndarray, num_tokens: np.ndarray, step: int) -> None:
-        """Books `num_tokens` i64 into `step` for each of `rows`, and a placeholder where the step samples a token."""
+    def advance(self, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
+        """Books `num_tokens`, of which the last `num_drafts` are drafts (i64), into `step` for each of `rows`, and
+        placeholders for as many tokens as the step may sample: until they arrive every draft counts as accepted."""
         computed = self.num_computed_tokens[rows] + num_tokens
         self.num_computed_tokens[rows] = computed
         self.last_step[rows] = step
-        samples = computed == self.num_tokens[rows] + self.num_output_placeholders[rows]
-        self.num_output_placeholders[rows] += samples
+        samples = computed - num_drafts == self.num_tokens[rows] + self.num_output_placeholders[rows]
+        self.num_output_placeholders[rows] += np.where(samples, num_drafts + 1, 0)
+
+    def reject(self, rows: np.ndarray, num_rejected: np.ndarray) -> None:
+        """Takes back what `advance` counted for drafts that were not accepted, i64 for each of `rows`."""
+        self.num_computed_tokens[rows] -= num_rejected
+        self.num_output_placeholders[rows] -= num_rejected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -69,6 +69,9 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
     preempted_req_ids: frozenset[str]
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    """The drafts that this step verifies: the last of the request's scheduled tokens. -1 stands for one that only the
+    device knows (V2)."""
     has_structured_output_requests: bool = False
     """Some request's output is held to a grammar: `sample_tokens` gets a GrammarOutput."""
 

@@ -57,6 +57,8 @@ class Scheduler:
         self._last_batch: ScheduledBatch | None = None
         self._last_step = 0
         """The last step that was not empty."""
+        spec = config.speculative_config
+        self._num_device_drafts = (spec.num_speculative_tokens or 0) if spec is not None and use_v2_model_runner else 0
         self._steady_steps = 0
         """So many steps can be scheduled like the last one unless a request comes or goes."""
         self._runner_ids: set[str] = set()
@@ -142,7 +144,7 @@ class Scheduler:
         steady = self._steady_steps > 0 and last is not None and last.version == self.table.version
         if steady and last is not None:
             self._steady_steps -= 1
-            plan.take_running(last.rows, last.num_tokens, self.table.num_computed_tokens[last.rows])
+            plan.take_running(last.rows, last.num_tokens, last.num_drafts, self.table.num_computed_tokens[last.rows])
         else:
             self._schedule_running(plan)
         if RequestScheduled in self._hooks.wanted:
@@ -152,7 +154,9 @@ class Scheduler:
             self._schedule_waiting(plan)
         batch = last if steady and last is not None and not plan.admits else plan.batch(self.table, last)
         if batch.requests:
-            self.table.advance(batch.rows, batch.num_tokens, step)
+            self.table.advance(batch.rows, batch.num_tokens, batch.num_drafts, step)
+            if self._num_device_drafts:
+                self._expect_drafts(batch.rows)
             self._in_flight[step] = self._last_batch = batch
             self._last_step = step
         finished = frozenset(self._finished_req_ids)
@@ -175,24 +179,44 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         table = self.table
         rows = table.schedule_order(self._by_priority)
-        num_tokens = table.num_tokens_to_compute(rows)
-        if num_tokens.sum() > plan.budget:
-            ends = np.minimum(np.cumsum(num_tokens), plan.budget)
-            num_tokens = np.diff(ends, prepend=0)
-        rows, num_tokens = self._give_blocks(plan, rows, num_tokens)
+        num_tokens, num_drafts = table.num_tokens_to_compute(rows)
+        num_tokens = _within(plan.budget, num_tokens)
+        if num_drafts.any():
+            # Drafts get what is left: they never keep a token out of the step that has to be computed anyway.
+            num_drafts = _within(plan.budget - int(num_tokens.sum()), np.where(num_tokens > 0, num_drafts, 0))
+        num_tokens = num_tokens + num_drafts
+        rows = self._give_blocks(plan, rows, num_tokens, num_drafts)
+        num_tokens, num_drafts = num_tokens[: len(rows)], num_drafts[: len(rows)]
         if not num_tokens.all():
-            rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
-        plan.take_running(rows, num_tokens, table.num_computed_tokens[rows])
+            rows, num_tokens, num_drafts = (array[num_tokens > 0] for array in (rows, num_tokens, num_drafts))
+        plan.take_running(rows, num_tokens, num_drafts, table.num_computed_tokens[rows])
         for row in rows[table.last_step[rows] != self._last_step].tolist():
             request = self._request(row)
             plan.all_token_ids[request.request_id] = request.all_token_ids
         self._note_steadiness(plan)
 
-    def _give_blocks(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Makes room for `num_tokens` of each of `rows`; returns the rows that have it, and their tokens.
+    def _expect_drafts(self, rows: np.ndarray) -> None:
+        """Behind each token that a step samples V2's drafter proposes more, which the next step verifies unseen."""
+        table = self.table
+        decodes = table.num_computed_tokens[rows] >= table.prefill_len[rows]
+        table.num_drafts[rows] = np.where(decodes, self._num_device_drafts, 0)
 
-        If blocks run out the last of `rows` is preempted, down to the one in need, which then sits the step out with
-        all behind it.
+    def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
+        """The drafts that the host has for the next step (V1), by request; requests that have ended are ignored."""
+        for request_id, token_ids in draft_token_ids.items():
+            request = self.requests.get(request_id)
+            if request is not None and request.row >= 0:
+                request.spec_token_ids = token_ids
+                self.table.num_drafts[request.row] = len(token_ids)
+
+    def _give_blocks(
+        self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray
+    ) -> np.ndarray:
+        """Makes room for `num_tokens` of each of `rows`, of which the last `num_drafts` are drafts; returns the rows
+        that have it.
+
+        If blocks run out the one in need goes without its drafts (both arrays are changed); then the last of `rows` is
+        preempted, down to the one in need, which at last sits the step out with all behind it.
         """
         table, end = self.table, len(rows)
         ends = table.num_computed_tokens[rows] + num_tokens
@@ -203,9 +227,15 @@ class Scheduler:
             if i >= end:
                 break
             request = self._request(rows[i])
-            while (block_ids := self.kv_cache.allocate_slots(request, int(num_tokens[i]))) is None and i + 1 < end:
+            block_ids = self.kv_cache.allocate_slots(request, int(num_tokens[i]))
+            if block_ids is None and num_drafts[i]:
+                num_tokens[i] -= num_drafts[i]
+                num_drafts[i] = 0
+                block_ids = self.kv_cache.allocate_slots(request, int(num_tokens[i]))
+            while block_ids is None and i + 1 < end:
                 end -= 1
                 self._preempt(self._request(rows[end]), request, plan)
+                block_ids = self.kv_cache.allocate_slots(request, int(num_tokens[i]))
             if block_ids is None:
                 others_run = bool(num_tokens[:i].any()) or bool(self._in_flight)
                 assert others_run, f"request {request.request_id!r} alone doesn't fit the pool"
@@ -215,7 +245,7 @@ class Scheduler:
             if block_ids:
                 plan.new_block_ids[request.request_id] = block_ids
             self._note_blocks(request)
-        return rows[:end], num_tokens[:end]
+        return rows[:end]
 
     def _request(self, row: int) -> Request:
         request = self.table.requests[row]
@@ -230,6 +260,7 @@ class Scheduler:
         if RequestPreempted in self._hooks.wanted:
             self._hooks.emit(RequestPreempted(*self._hooks.stamp(), rid, victim.num_computed_tokens, by.request_id))
         self.table.remove(victim)
+        victim.spec_token_ids = []
         self.kv_cache.free(rid)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -317,8 +348,10 @@ class Scheduler:
                     request.add_prompt_logprobs(found)
         tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
         table, rows = self.table, batch.rows
-        # A request that is still in its row and can't end here: nearly all, nearly always.
         sampled = counts > 0
+        if batch.has_drafts:
+            self._reject(batch, counts)
+        # A request that is still in its row and can't end here: nearly all, nearly always.
         plain = sampled & (table.num_tokens[rows] + counts < table.limit[rows])
         if batch.version != table.version:
             plain &= table.generation[rows] == batch.generations
@@ -338,6 +371,15 @@ class Scheduler:
                 if every_token or request.is_finished or not request.quiet:
                     updates[i] = (request, accepted)
         return [updates[i] for i in sorted(updates)]
+
+    def _reject(self, batch: ScheduledBatch, counts: np.ndarray) -> None:
+        """Takes back the drafts that were not accepted: of d drafts and a token behind them `counts` [r] came."""
+        rejected = np.where(counts > 0, batch.num_drafts + 1 - counts, 0)
+        mine = self.table.generation[batch.rows] == batch.generations
+        self.table.reject(batch.rows[mine], rejected[mine])
+        for i in np.flatnonzero(~mine & (rejected > 0)).tolist():
+            # Preempted in flight: it has given its computed tokens back, and waits for these alone.
+            batch.requests[i].num_output_placeholders -= int(rejected[i])
 
     def _append_plain(
         self, batch: ScheduledBatch, plain: np.ndarray | None, tokens: np.ndarray, counts: np.ndarray, now: float
@@ -436,7 +478,8 @@ class Scheduler:
             assert request in running or slots == 0, where + "waits and owns blocks"
             placeholders = request.num_output_placeholders
             steps = sum(request in batch.requests for batch in self._in_flight.values())
-            assert 0 <= placeholders <= steps, where + f"{placeholders} placeholders with {steps} steps in flight"
+            most = steps * (1 + max(self._num_device_drafts, len(request.spec_token_ids)))
+            assert 0 <= placeholders <= most, where + f"{placeholders} placeholders with {steps} steps in flight"
             known = request.num_tokens + placeholders
             assert computed <= known, where + f"{computed} tokens computed of {known}"
             if request in running:
@@ -445,3 +488,10 @@ class Scheduler:
                 assert table.num_tokens[row] == request.num_tokens, where + f"{table.num_tokens[row]} tokens in its row"
                 assert table.num_slots[row] == slots, where + f"{table.num_slots[row]} slots in its row, right {slots}"
         self.kv_cache.check_integrity()
+
+
+def _within(budget: int, wanted: np.ndarray) -> np.ndarray:
+    """What each gets of `budget`, i64, if they are served in order."""
+    if wanted.sum() <= budget:
+        return wanted
+    return np.diff(np.minimum(np.cumsum(wanted), budget), prepend=0)

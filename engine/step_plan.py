@@ -19,13 +19,14 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 class ScheduledBatch:
     """Whose tokens a step computes, in schedule order. Steps that do the same for the same requests share one.
 
-    rows i64 [r] of the running table, num_tokens i64 [r], generations i64 [r] of the rows then: the row of a request
-    that ends or is preempted in flight may be another's when the tokens arrive.
+    rows i64 [r] of the running table, num_tokens i64 [r], of which num_drafts i64 [r] are drafts, generations i64 [r]
+    of the rows then: the row of a request that ends or is preempted in flight may be another's when the tokens arrive.
     """
 
     version: int
     rows: np.ndarray
     num_tokens: np.ndarray
+    num_drafts: np.ndarray
     generations: np.ndarray
     requests: tuple[Request, ...]
 
@@ -41,6 +42,10 @@ class ScheduledBatch:
     @cached_property
     def num_scheduled_tokens(self) -> dict[str, int]:
         return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
+
+    @cached_property
+    def has_drafts(self) -> bool:
+        return bool(self.num_drafts.any())
 
     @cached_property
     def total_num_tokens(self) -> int:
@@ -62,7 +67,7 @@ class ScheduledBatch:
             at = np.array([index[req_id] for req_id in req_ids], dtype=np.int64)
             requests = tuple(self.requests[i] for i in at)
             self._reordered = ScheduledBatch(
-                self.version, self.rows[at], self.num_tokens[at], self.generations[at], requests
+                self.version, self.rows[at], self.num_tokens[at], self.num_drafts[at], self.generations[at], requests
             )
         return self._reordered
 
@@ -77,6 +82,7 @@ class StepPlan:
     budget: int
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     num_tokens: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    num_drafts: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     num_computed_tokens: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     """i64 [rows], before this step."""
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -99,9 +105,12 @@ class StepPlan:
         """A request begins, or comes back, in this step."""
         return bool(self._admitted)
 
-    def take_running(self, rows: np.ndarray, num_tokens: np.ndarray, num_computed_tokens: np.ndarray) -> None:
+    def take_running(
+        self, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray, num_computed_tokens: np.ndarray
+    ) -> None:
         """Requests that the runner holds, by their rows of the running table; each array i64 [rows]."""
-        self.rows, self.num_tokens, self.num_computed_tokens = rows, num_tokens, num_computed_tokens
+        self.rows, self.num_tokens, self.num_drafts = rows, num_tokens, num_drafts
+        self.num_computed_tokens = num_computed_tokens
         self.budget -= int(num_tokens.sum())
 
     def take_resumed(self, request: Request, num_tokens: int, block_ids: list[int]) -> None:
@@ -133,8 +142,9 @@ class StepPlan:
 
     def batch(self, table: RunningTable, last: ScheduledBatch | None) -> ScheduledBatch:
         """The step's requests; `last` itself if they and their counts are those of the step before."""
-        rows, num_tokens = self.rows, self.num_tokens
+        rows, num_tokens, num_drafts = self.rows, self.num_tokens, self.num_drafts
         if self._admitted:
+            num_drafts = np.concatenate((num_drafts, np.zeros(len(self._admitted), dtype=np.int64)))
             rows = np.concatenate((rows, [request.row for request, _ in self._admitted]))
             num_tokens = np.concatenate((num_tokens, [count for _, count in self._admitted]))
         elif (
@@ -142,10 +152,11 @@ class StepPlan:
             and last.version == table.version
             and np.array_equal(last.rows, rows)
             and np.array_equal(last.num_tokens, num_tokens)
+            and np.array_equal(last.num_drafts, num_drafts)
         ):
             return last
         requests = tuple(request for row in rows.tolist() if (request := table.requests[row]) is not None)
-        return ScheduledBatch(table.version, rows, num_tokens, table.generation[rows], requests)
+        return ScheduledBatch(table.version, rows, num_tokens, num_drafts, table.generation[rows], requests)
 
     def output(self, step: int, batch: ScheduledBatch, finished_req_ids: frozenset[str]) -> SchedulerOutput:
         num_running = len(self.rows)
@@ -171,4 +182,14 @@ class StepPlan:
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted),
             has_structured_output_requests=bool(batch.structured_output_requests),
+            scheduled_spec_decode_tokens=_drafts(batch) if batch.has_drafts else {},
         )
+
+
+def _drafts(batch: ScheduledBatch) -> dict[str, list[int]]:
+    """The drafts of each request that has some; -1 for those that only the device knows."""
+    drafts = {}
+    for i in np.flatnonzero(batch.num_drafts).tolist():
+        request, count = batch.requests[i], int(batch.num_drafts[i])
+        drafts[request.request_id] = request.spec_token_ids[:count] or [-1] * count
+    return drafts

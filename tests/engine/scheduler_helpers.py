@@ -27,7 +27,9 @@ def make_scheduler(
 ) -> Scheduler:
     """`num_usable_blocks` leaves out the null block."""
     config = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64} | config
+    spec = config.pop("speculative_config", None)
     resolved = EngineConfig(**config).resolve(model_max_len=max_model_len, num_gpu_blocks=num_usable_blocks + 1)
+    object.__setattr__(resolved, "speculative_config", spec)  # the scheduler doesn't ask what the runners can do
     return Scheduler(resolved, Hooks("v2" if v2 else "v1"), v2)
 
 
@@ -94,8 +96,9 @@ class _Row:
 class FakeRunner:
     """Keeps for each KV slot the prefix that was written there, and checks on each read that it is the reader's own."""
 
-    def __init__(self, v2: bool, block_size: int) -> None:
+    def __init__(self, v2: bool, block_size: int, drafts: bool = False) -> None:
         self.v2 = v2
+        self.drafts = drafts
         self.block_size = block_size
         self.rows: dict[str, _Row] = {}
         self.slots: dict[tuple[int, int], int] = {}
@@ -110,12 +113,15 @@ class FakeRunner:
         self._update_rows(out)
         told = [*out.scheduled_cached_reqs.req_ids, *[new.req_id for new in out.scheduled_new_reqs]]
         assert sorted(told) == sorted(out.num_scheduled_tokens)
+        drafts = {rid: len(ids) for rid, ids in out.scheduled_spec_decode_tokens.items()}
+        assert all(0 < count < out.num_scheduled_tokens[rid] for rid, count in drafts.items())
         for rid, num_tokens in out.num_scheduled_tokens.items():
-            self._write(self.rows[rid], num_tokens)
+            self._write(self.rows[rid], num_tokens - drafts.get(rid, 0))
+            self._write_drafts(self.rows[rid], drafts.get(rid, 0))
         # A layer stores the keys of the whole batch before any row attends.
         for rid in out.num_scheduled_tokens:
             self._check_reads(rid)
-        sampled = [self._sample(self.rows[rid]) for rid in out.num_scheduled_tokens]
+        sampled = [self._sample(self.rows[rid], drafts.get(rid, 0)) for rid in out.num_scheduled_tokens]
         self.last_ids = set(out.num_scheduled_tokens) or self.last_ids
         return runner_output(out.num_scheduled_tokens, sampled)
 
@@ -142,7 +148,8 @@ class FakeRunner:
                 assert not self.v2
                 row.block_ids, row.num_computed = list(block_ids), num_computed
             else:
-                assert num_computed == row.num_computed
+                # Until its tokens arrive every draft of a step in flight counts as accepted.
+                assert num_computed == row.num_computed or (self.drafts and num_computed > row.num_computed)
                 row.block_ids += block_ids
 
     def _slot(self, row: _Row, position: int) -> tuple[int, int]:
@@ -160,11 +167,23 @@ class FakeRunner:
             right = hash(tuple(row.token_ids[: position + 1]))
             assert self.slots.get(self._slot(row, position)) == right, f"{rid}: wrong KV at position {position}"
 
-    def _sample(self, row: _Row) -> list[int]:
+    def _write_drafts(self, row: _Row, num_drafts: int) -> None:
+        """Into slots of the request's own, which hold no known token's KV."""
+        for position in range(row.num_computed, row.num_computed + num_drafts):
+            self.slots[self._slot(row, position)] = -1
+
+    def _sample(self, row: _Row, num_drafts: int) -> list[int]:
         if row.num_computed < len(row.token_ids):
+            assert num_drafts == 0, "drafts stand behind the last known token"
             return []
-        row.token_ids.append(next_token(row.token_ids))
-        return row.token_ids[-1:]
+        num_accepted = hash((*row.token_ids, "accepted")) % (num_drafts + 1)
+        sampled = []
+        for _ in range(num_accepted):
+            sampled.append(next_token([*row.token_ids, *sampled]))
+        sampled.append(next_token([*row.token_ids, *sampled]))
+        row.token_ids += sampled
+        self._write(row, num_accepted)
+        return sampled
 
 
 class Driver:
@@ -173,7 +192,9 @@ class Driver:
     def __init__(self, scheduler: Scheduler, delay: int = 0) -> None:
         self.scheduler = scheduler
         self.delay = delay
-        self.runner = FakeRunner(scheduler._v2, scheduler.config.block_size)
+        spec = scheduler.config.speculative_config
+        self.num_drafts = spec.num_speculative_tokens if spec else 0
+        self.runner = FakeRunner(scheduler._v2, scheduler.config.block_size, bool(spec))
         self.num_steps = 0
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
@@ -195,6 +216,10 @@ class Driver:
     def update(self) -> list[tuple[Request, list[int]]]:
         """The oldest step in flight delivers its tokens."""
         updates = self.scheduler.update_from_output(*self.in_flight.popleft())
+        if self.num_drafts and not self.scheduler._v2:
+            # V1's drafter sees the tokens on the host; it may find fewer than it was asked for.
+            found = {request.request_id: hash(tuple(tokens)) % (self.num_drafts + 1) for request, tokens in updates}
+            self.scheduler.update_draft_token_ids({rid: [7] * count for rid, count in found.items()})
         self.scheduler.check_integrity()
         return updates
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.kv_cache import KVCacheManager
 from engine.request import Request
 from engine.sched_output import SchedulerOutput
+from engine.speculative_config import SpeculativeConfig
 from tests.engine.scheduler_helpers import Driver, make_request, make_scheduler, next_token, reference
 
 MAX_MODEL_LEN = 24
@@ -70,12 +71,17 @@ def traces(draw: st.DrawFn) -> Trace:
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
     }
+    delay = draw(st.integers(0, 1))
+    # V1's drafts are made of tokens that have arrived, so only in the plain loop.
+    num_drafts = draw(st.integers(0, 3)) if config["v2"] or delay == 0 else 0
+    if num_drafts:
+        config["speculative_config"] = SpeculativeConfig("ngram", num_drafts)
     arrivals = [draw(st.integers(0, 12)) for _ in requests]
     aborts = draw(
         st.dictionaries(st.integers(0, 20), st.lists(st.integers(0, len(requests) - 1), max_size=2), max_size=3)
     )
     failures = frozenset(draw(st.lists(st.integers(0, 25), max_size=2)))
-    return Trace(config, draw(st.integers(0, 1)), draw(st.booleans()), requests, arrivals, aborts, failures)
+    return Trace(config, delay, draw(st.booleans()), requests, arrivals, aborts, failures)
 
 
 def check_step(d: Driver, out: SchedulerOutput, decodes: list[Request]) -> None:
@@ -130,7 +136,8 @@ def play(trace: Trace) -> Driver:
         if d.in_flight and (len(d.in_flight) > d.delay or not out.num_scheduled_tokens):
             before = {r.request_id: r.num_output_tokens for r in trace.requests}
             for request, tokens in d.update():
-                assert request.num_output_tokens == before[request.request_id] + len(tokens) and len(tokens) == 1
+                assert request.num_output_tokens == before[request.request_id] + len(tokens)
+                assert 1 <= len(tokens) <= 1 + d.num_drafts
         step += 1
         assert step < 1500, "no end"
     return d
