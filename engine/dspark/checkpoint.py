@@ -1,7 +1,7 @@
 """A draft on disk: ``config.json`` and safetensors, under the tensor names of the published checkpoints.
 
 Embeddings and output head may be left out, and are the target's then. They are most of a small draft's bytes, and
-training freezes them anyway.
+training freezes them anyway. A matrix may also be stored as int8, with a factor for each row beside it: half the bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ Weights = dict[str, Tensor]
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 """The target's own where a checkpoint has none."""
+
+_FACTORS = ".row_factors"
+"""Follows the name of a matrix that is stored as int8: f32 [rows], what its rows are multiplied with."""
 
 
 def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
@@ -71,7 +74,7 @@ def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_draft(path: str | Path) -> tuple[DSparkConfig, Weights]:
-    """Config and tensors, as stored, of the draft in the directory ``path``.
+    """Config and tensors, as stored or f32 where that is int8, of the draft in the directory ``path``.
 
     Raises:
         DraftConfigError: the config is missing or not a draft's.
@@ -90,6 +93,7 @@ def read_draft(path: str | Path) -> tuple[DSparkConfig, Weights]:
                     weights[name.removeprefix("model.")] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged or cut off ({error}). Fetch the file again") from error
+    weights = _dequantised(weights, path)
     check_shapes(config, weights, path)
     return config, weights
 
@@ -135,11 +139,41 @@ def init_weights(config: DSparkConfig, seed: int) -> Weights:
 
 
 def write_draft(path: Path, config: DSparkConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write ``config.json`` and ``model.safetensors``; an interrupted write leaves what was there before."""
+    """Write ``config.json`` and ``model.safetensors``; an interrupted write leaves what was there before.
+
+    With int8 matrices are rounded, row by row, to 127ths of their largest element, and vectors stored as bfloat16.
+    """
     check_shapes(config, weights, path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    tensors: Weights = {}
+    for name, tensor in weights.items():
+        plain = tensor.detach().cpu()
+        if dtype != torch.int8:
+            tensors[name] = plain.to(dtype).contiguous()
+        elif plain.dim() == 1:
+            tensors[name] = plain.to(torch.bfloat16)
+        else:
+            factors = plain.float().abs().amax(1) / 127
+            tensors[name + _FACTORS] = factors
+            tensors[name] = (plain.float() / factors.clamp(min=1e-30).unsqueeze(1)).round().to(torch.int8)
     save_file(tensors, path / "model.safetensors.part", metadata={"format": "pt"})
     os.replace(path / "model.safetensors.part", path / "model.safetensors")
-    text = json.dumps({**config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}, indent=2)
+    computed = torch.bfloat16 if dtype == torch.int8 else dtype
+    text = json.dumps({**config.to_hf(), "dtype": str(computed).removeprefix("torch.")}, indent=2)
     (path / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _dequantised(weights: Weights, path: Path) -> Weights:
+    plain: Weights = {}
+    for name, tensor in weights.items():
+        if name.endswith(_FACTORS):
+            continue
+        if tensor.dtype == torch.int8:
+            factors = weights.get(name + _FACTORS)
+            if factors is None or tensor.dim() != 2 or factors.shape != tensor.shape[:1]:
+                raise CheckpointError(
+                    f"{path}: {name} is int8 without the row factors that belong to it. Fetch the draft again"
+                )
+            tensor = tensor.float() * factors.unsqueeze(1)
+        plain[name] = tensor
+    return plain

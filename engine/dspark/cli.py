@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .evaluate import Acceptance, DraftModel
 
 SEQUENCES = "sequences.safetensors"
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = ("bfloat16", "float16", "float32", "int8")
 
 
 def add_parser(commands: Any) -> None:

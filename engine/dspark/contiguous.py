@@ -127,10 +127,10 @@ def _attention(
     keys = [_rotate(_rms_norm(_heads(model, layer, "k", y), k_norm, model.rms_norm_eps), rope) for y, rope in parts]
     values = [_heads(model, layer, "v", y) for y, _ in parts]
     k, v = torch.cat(keys, 1), torch.cat(values, 1)
-    gqa = model.num_attention_heads != model.num_key_value_heads
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=gqa
-    )
+    # Repeated by hand: with a mask and grouped heads torch falls back to a form that keeps all weights in memory.
+    group = model.num_attention_heads // model.num_key_value_heads
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
     return F.linear(
         out.transpose(1, 2).flatten(2), layer["self_attn.o_proj.weight"], layer.get("self_attn.o_proj.bias")
     )

@@ -128,3 +128,27 @@ def test_missing_and_damaged_files(tmp_path: Path, fields: dict) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="damaged or cut off"):
         read_draft(tmp_path)
+
+
+def test_int8_matrices(tmp_path: Path) -> None:
+    config, weights = golden("rnn").config, dict(golden("rnn").weights)
+    weights["fc.weight"] = weights["fc.weight"].clone()
+    weights["fc.weight"][3] = 0.0
+    write_draft(tmp_path / "whole", config, weights, torch.float32)
+    write_draft(tmp_path / "small", config, weights, torch.int8)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "whole")]
+    assert sizes[0] < 0.3 * sizes[1]
+    read_config, read = read_draft(tmp_path / "small")
+    assert read_config == config and read.keys() == weights.keys()
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            torch.testing.assert_close(read[name].float(), weight, rtol=0.01, atol=0.0)
+        else:
+            step = weight.abs().amax(1, keepdim=True) / 127
+            assert ((read[name] - weight).abs() <= step * 0.51).all(), name
+    assert not read["fc.weight"][3].any()
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    del stored["fc.weight.row_factors"]
+    save_file(stored, tmp_path / "small" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fc\.weight is int8 without the row factors"):
+        read_draft(tmp_path / "small")

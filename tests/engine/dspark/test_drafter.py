@@ -1,5 +1,7 @@
 """The paged form: golden rounds, batches, chunked prompts, shared blocks, rejected tokens, no host wait."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,10 @@ import torch.nn.functional as F
 from engine.dspark.contiguous import draft_block, draft_hidden
 from engine.dspark.drafter import DraftSampling, DSparkDrafter
 from engine.dspark.target import prefill_with_hidden
-from tests.engine.dspark.golden import HEADS, TOLERANCE, Golden, golden
+from engine.models import load_model
+from kernels.paged_attention_triton import decode_attention_kernel
+from kernels.triton_support import triton
+from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
 from tests.engine.dspark.paged import BLOCK_SIZE, PagedLoop, Request
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
@@ -199,3 +204,52 @@ def test_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         out = loop.drafter.backbone(inputs, table, loop.draft_cache, 64)
         loop.drafter.propose(out, anchors, inputs.positions.view(1, 5), 5, sampling)
         loop.drafter.propose(out, anchors, inputs.positions.view(1, 5), 5)
+
+
+def test_half_precision() -> None:
+    """The same block in bfloat16: close, in the target's dtype, with logits and confidences in float32."""
+    given = golden("rnn")
+    half = load_model(
+        ROOT / "rnn" / "target", dtype=torch.bfloat16, device=torch.device("cpu"), skip_tokenizer_init=True
+    ).model
+    whole, request = loop_of(given), request_of(given)
+    expected = whole.step([request])
+    prompt, inputs = given.values["prompt"].tolist(), whole.last_inputs
+    assert inputs is not None
+    _, chosen = prefill_with_hidden(given.target, [prompt], given.config.target_layer_ids)
+    drafter = DSparkDrafter(given.config, given.weights, half)
+    cache, table = drafter.allocate_kv_cache(120, BLOCK_SIZE), torch.tensor([request.blocks], dtype=torch.int32)
+    positions = torch.arange(len(prompt))
+    drafter.inject_context(chosen[0].bfloat16(), positions, inputs.context_slot_mapping, cache)
+    hidden = drafter.backbone(inputs, table, cache, 40)
+    drafts = drafter.propose(hidden, inputs.input_ids[:1].long(), inputs.positions.view(1, 5), 5)
+    assert cache.dtype == hidden.dtype == torch.bfloat16
+    error = (hidden.float() - whole.last_hidden).norm(dim=-1)
+    assert (error < 0.1 * whole.last_hidden.norm(dim=-1)).all()
+    assert drafts.confidence_logits is not None and expected.confidence_logits is not None
+    assert drafts.confidence_logits.dtype == torch.float32
+    assert (drafts.confidence_logits - expected.confidence_logits)[0, 0].abs() < 0.5
+
+
+def test_the_decode_kernel_compiles_for_a_whole_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of 7 with 3 query heads a KV head is a decode with 21: SmolLM2's draft."""
+    if triton.knobs.runtime.interpret:
+        pytest.skip("this process was started with TRITON_INTERPRET=1: nothing can be compiled in it")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does anyway, with a warning
+    constexprs: dict[str, object] = {"PDL": False, "UPCAST": False, "GROUP": 21, "GROUP_PAD": 32, "NUM_KV_HEADS": 3}
+    constexprs |= {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_SIZE": 16, "BLOCK_M": 32, "BLOCK_N": 64, "SPLITS": 16}
+    constexprs |= dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))
+    types = {"slot_mapping_ptr": "*i64", "value_offset": "i64", "eps": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("qkv_ptr", "kv_cache_ptr", "out_ptr"), "*bf16")
+    types |= dict.fromkeys(("partial_ptr", "statistics_ptr"), "*fp32")
+    signature = {
+        name: "constexpr" if name in constexprs else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        for name in decode_attention_kernel.arg_names
+    }
+    source = ASTSource(fn=decode_attention_kernel, signature=signature, constexprs=constexprs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2, "num_stages": 2})
+    assert compiled.metadata.shared < 200_000
