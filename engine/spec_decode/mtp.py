@@ -1,0 +1,109 @@
+"""Drafts from one more head on the target's hidden states: one token a request.
+
+The head runs over the very tokens of the step, with the step's own attention metadata: behind token i it has the
+target's hidden state of i and the embedding of token i + 1, and says token i + 2. Its cache lies in the target's
+blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+
+from ..attention import allocate_kv_cache, kv_bytes_per_token
+from ..models.config import ModelConfig
+from ..models.decoder import CausalLM, DecoderLayer
+from ..models.layers import Linear, RMSNorm
+from ..models.rope import RotaryEmbedding
+from ..models.weights import weight_views
+from .draw import DraftSampler
+from .interface import NO_DRAFT, FinishedStep, SpecDecoder
+from .mtp_checkpoint import Weights, check_target
+
+
+class MtpHead:
+    """The head's weights where they run. `config`, `weights`: of `read_mtp`; `target` gives embedding and output
+    head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, target: CausalLM) -> None:
+        check_target(config, target.config)
+        dtype, device, d = target.dtype, target.device, config.hidden_size
+        self.config, self.target = config, target
+        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+        self.enorm, self.hnorm, self.norm = (RMSNorm(d, config.rms_norm_eps, dtype, device) for _ in range(3))
+        self.eh_proj = Linear(2 * d, d, False, dtype, device)
+        self.layers = [DecoderLayer(config, dtype, device)]
+        self.rotary_emb = RotaryEmbedding(config, dtype, device)
+        # The layer is named as a model's own.
+        views = weight_views(cast(CausalLM, self))
+        own: dict[str, RMSNorm | Linear] = {"enorm": self.enorm, "hnorm": self.hnorm, "eh_proj": self.eh_proj}
+        for name, tensor in weights.items():
+            part = own.get(name.removesuffix(".weight"))
+            view = views[f"model.{name}"] if part is None else part.weight
+            assert view is not None
+            view.copy_(tensor)
+
+    def forward(
+        self, step: FinishedStep, token_ids: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[t, d] behind the last norm; `token_ids` i64 [t] follow the step's tokens, `slots` i64 [t]."""
+        assert step.hidden_states is not None, "an MTP head needs the target's hidden states"
+        t = token_ids.shape[0]
+        metadata = replace(step.metadata, slot_mapping=slots, num_tokens_padded=t)
+        parts = (self.enorm(self.embed_tokens(token_ids)), self.hnorm(step.hidden_states[:t]))
+        attention = self.target.triton_attention or self.target.attention
+        plan = attention.prepare(metadata, cache)
+        rope = self.rotary_emb(step.positions[:t])
+        x = self.layers[0](self.eh_proj(torch.cat(parts, -1)), rope, partial(attention.forward, plan), cache[0])
+        attention.finish(plan, cache)
+        return self.norm(x)
+
+
+class MtpDecoder(SpecDecoder):
+    """`sampler` has one draft."""
+
+    needs_hidden_states = True
+
+    def __init__(self, head: MtpHead, sampler: DraftSampler, max_model_len: int) -> None:
+        super().__init__(num_drafts=1)
+        self._head = head
+        self._sampler = sampler
+        self._max_model_len = max_model_len
+        self._kv_cache: torch.Tensor | None = None
+
+    @property
+    def draft_logits(self) -> torch.Tensor | None:
+        return self._sampler.logits
+
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self._head.config, self._head.target.dtype)
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        target = self._head.target
+        self._kv_cache = allocate_kv_cache(self._head.config, num_blocks, block_size, target.dtype, target.device)
+
+    @torch.inference_mode()
+    def propose(self, step: FinishedStep) -> torch.Tensor:
+        assert self._kv_cache is not None, "propose: allocate_kv_cache comes first"
+        rows, metadata, r = step.rows, step.metadata, step.metadata.num_reqs
+        assert rows.next_prefill_tokens is not None
+        t = metadata.num_tokens
+        has_token = step.num_sampled > 0
+        starts = metadata.query_start_loc[: r + 1].long()
+        last = starts[1:] - 1 - step.num_rejected
+        flat = torch.arange(t, device=starts.device)
+        request = torch.searchsorted(starts[1:], flat, right=True).clamp_(max=r - 1)
+        state = step.idx_mapping.clamp(min=0).long()
+        new = torch.where(has_token, rows.last_sampled_tokens[state, 0], rows.next_prefill_tokens[state].long())
+        # Places behind the last valid one write nothing, and nothing is read of them.
+        following = step.input_ids[(flat + 1).clamp_(max=t - 1)].clamp(min=0).long()
+        following = torch.where(flat == last[request], new[request], following)
+        slots = torch.where(flat <= last[request], metadata.slot_mapping[:t], -1)
+        hidden = self._head.forward(step, following, slots, self._kv_cache)
+        position = step.positions[last] + 2
+        logits = self._head.target.compute_logits(hidden[last])
+        draft = self._sampler.draw(step, 0, logits, position)
+        return torch.where(has_token & (position < self._max_model_len), draft, NO_DRAFT).unsqueeze(1)
