@@ -47,7 +47,7 @@ def check(name: str, yours: Any, truth: Any, *, cases: Sequence[tuple[Any, ...]]
         if not cases:
             yield yours, truth, ""
         for number, case in enumerate(cases, start=1):
-            yield _call(yours, case), _call(truth, case), f"case {number} of {len(cases)}: "
+            yield _call(yours, case), _call(truth, case), f"case {number} of {len(cases)}: " if len(cases) > 1 else ""
 
     try:
         largest = max(_compare(*result) for result in results())
@@ -58,11 +58,8 @@ def check(name: str, yours: Any, truth: Any, *, cases: Sequence[tuple[Any, ...]]
     except Exception as error:  # noqa: BLE001 - whatever a reader's code raises is shown to them
         print(f"✗ {name}: it raised {type(error).__name__}: {error}")
     else:
-        print(
-            f"✓ {name}"
-            + (f": right in {len(cases)} cases" if cases else "")
-            + (f", within {largest:.0e}" if largest else "")
-        )
+        several = f": right in {len(cases)} cases" if len(cases) > 1 else ""
+        print(f"✓ {name}{several}" + (f", within {largest:.0e}" if largest else ""))
 
 
 class _Differs(Exception):

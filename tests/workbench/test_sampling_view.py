@@ -213,6 +213,8 @@ def test_a_choice_that_is_no_longer_there_gives_way() -> None:
     recording = make_drawn_recording(steps=6)
     last, position = recording.steps[-1], min(traced(recording.steps[-1])["B"])
     view = SamplingView(last)
+    view.position = min(traced(last)["A"])
+    assert view.model == view_model(last, "A", min(traced(last)["A"])), "the first request need not be named"
     view.request, view.position = "B", position
     assert view.model == view_model(last, "B", position)
     view.position = -1

@@ -70,7 +70,7 @@ function panel({ title, stages, taken, races, lines, more, say }) {
 }
 
 export function draw({ open = false, note = "", requests = [], before = [], tokens = [], pinned = false, panels = [] }) {
-  const hint = open ? "no longer traces how tokens are drawn" : "from the next step on, traces how each token is drawn: the device has a little more to do";
+  const hint = open ? "steps no longer trace how tokens are drawn" : "from the next step on, traces how each token is drawn; such a step takes longer";
   return [
     el("div", { class: "rs-top" },
       heading("sampling", open ? note : "how a token is drawn"),

@@ -90,7 +90,12 @@ def traced(record: StepRecord) -> Draws:
         for runner, done in step.runners.items():
             for event in done.draws:
                 found.setdefault(event.request_id, {}).setdefault(event.position, {})[runner] = event.trace
-    return {r: found[r] for r in [*record.prompts, *found] if r in found}
+    # A runner may bring a position's draw a step later than the other; the runners' order stays V1, V2.
+    return {
+        r: {position: dict(sorted(by.items())) for position, by in found[r].items()}
+        for r in [*record.prompts, *found]
+        if r in found
+    }
 
 
 class SamplingView(LiveView, static="sampling"):
@@ -116,9 +121,11 @@ class SamplingView(LiveView, static="sampling"):
             self.model = CLOSED
             return
         # What was chosen may not be there: the cursor went back, or the session began anew.
-        own = traced(self._record).get(self.request, {})
-        model = view_model(self._record, self.request if own else None, self.position if self.position in own else None)
+        draws = traced(self._record)
+        request = self.request if self.request in draws else next(iter(draws), None)
+        position = self.position if self.position in draws.get(request or "", {}) else None
         waits = "no draw is traced yet: step on, and watch how the next tokens are drawn"
+        model = view_model(self._record, request, position)
         self.model = model if model["open"] else {**CLOSED, "open": True, "note": waits}
 
 

@@ -68,9 +68,8 @@ def _head(stage: Mapping[str, Any]) -> Markup:
     kept = 100 * (1 - stage["cut"])
     style = _HEAD + ";min-width:104px"
     if stage["say"]:
-        style += (
-            f";background:linear-gradient(90deg,#8c959f 0 {kept:.1f}%,{_CUT} {kept:.1f}%) bottom/100% 4px no-repeat"
-        )
+        bar = f"linear-gradient(90deg,#8c959f 0 {kept:.1f}%,{_CUT} {kept:.1f}%)"
+        style += f";background:{bar} bottom/100% 4px no-repeat #fff"
     return h(
         "th",
         [h("div", name) for name in stage["names"]],
@@ -98,6 +97,7 @@ def _cell(cell: Mapping[str, Any], won: bool) -> Markup:
         mark, style = ("✕", f"color:{_CUT}") if cell["k"] == "cut" else ("·", "color:#b5b5b5")
         return h("td", mark, title=cell["t"], style=f"{_CELL};{style}")
     width, color = f"{100 * cell['w']:.1f}%", _WON if won else _BAR
+    bar = f"linear-gradient(90deg,{color} 0 {width},#fff {width})"
     changed = h("span", f" {cell['d']}", style="color:#b34700") if cell["d"] else None
     return h(
         "td",
@@ -108,7 +108,7 @@ def _cell(cell: Mapping[str, Any], won: bool) -> Markup:
             style="display:flex;justify-content:space-between;gap:10px;font-variant-numeric:tabular-nums",
         ),
         title=cell["t"],
-        style=f"{_CELL};background:linear-gradient(90deg,{color} 0 {width},#fff {width}) 0 50%/100% 20px no-repeat",
+        style=f"{_CELL};background:{bar} 0 50%/100% 20px no-repeat #fff",
     )
 
 
@@ -124,7 +124,7 @@ def _race(race: Mapping[str, Any] | None) -> list[Markup]:
         f"radial-gradient(circle at {b:.1f}% 50%,{color} 0 {radius}px,transparent {radius + 0.5}px),"
         f"radial-gradient(circle at {a:.1f}% 50%,#fff 0 1.5px,{_INK} 2px 3px,transparent 3.5px),"
         f"linear-gradient(90deg,transparent {low:.1f}%,{_NOISE} {low:.1f}% {high:.1f}%,transparent {high:.1f}%) "
-        "0 50%/100% 3px no-repeat"
+        "0 50%/100% 3px no-repeat #fff"
     )
     strong = ";font-weight:650" if race["win"] else ""
     return [

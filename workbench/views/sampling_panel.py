@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from engine.sample.order import ORDER
-from engine.sample.trace import SamplingTrace
+from engine.sample.trace import TOP, SamplingTrace
 
 from .pieces import piece
+from .sampling_columns import Column, alike, columns_of, merged
 
 ROWS = 12
 """So many tokens are drawn of those that the traces follow."""
-CLOSE = 2e-3
-"""Two runners' logits that differ by less count as the same distribution: their operations round differently."""
 HELP = {
     "model": "the logits as the model gave them",
     "structured_outputs": "forbids what the grammar cannot go on with",
@@ -36,84 +34,32 @@ _SCALES = {"temperature"}
 """Changes every logit, so a token's own difference says nothing."""
 
 
-@dataclass(frozen=True)
-class _Column:
-    """The followed tokens behind a stage; a forbidden one's logit is -inf."""
-
-    names: tuple[str, ...]
-    logits: dict[int, float]
-    num_left: int
-    mass_left: float
-    log_normaliser: float
-
-    def probability(self, token: int) -> float:
-        return math.exp(self.logits[token] - self.log_normaliser)
-
-
 def panels(runners: Mapping[str, SamplingTrace], position: int, text: Mapping[int, str]) -> list[dict[str, Any]]:
     """One panel where the runners drew from the same distribution, else one each."""
-    columns = {name: _columns(trace) for name, trace in runners.items()}
+    columns = {name: columns_of(trace) for name, trace in runners.items()}
     first, *others = columns.values()
-    if all(_alike(first, other) for other in others):
-        return [_panel(runners, [_merged(same) for same in zip(*columns.values(), strict=True)], position, text)]
+    if all(alike(first, other) for other in others):
+        return [_panel(runners, [merged(same) for same in zip(*columns.values(), strict=True)], position, text)]
     return [_panel({name: trace}, columns[name], position, text) for name, trace in runners.items()]
 
 
-def _columns(trace: SamplingTrace) -> list[_Column]:
-    """The stages that changed the row; the others were there for its neighbours in the batch."""
-    kept: list[_Column] = []
-    for stage in trace.stages:
-        values = [-math.inf if x is None else x for x in stage.logits]
-        logits = dict(zip(trace.token_ids, values, strict=True))
-        new = _Column(stage.stage, logits, stage.num_left, stage.mass_left, stage.log_normaliser)
-        if not kept or _changed(kept[-1], new):
-            kept.append(new)
-    return kept
-
-
-def _changed(old: _Column, new: _Column) -> bool:
-    rounding = abs(new.log_normaliser - old.log_normaliser) < 1e-6
-    return not rounding or new.num_left != old.num_left or new.logits != old.logits
-
-
-def _alike(a: Sequence[_Column], b: Sequence[_Column]) -> bool:
-    """Whether two runners' columns say the same of the tokens that both follow. V2 does in one stage what V1 may do in
-    several."""
-    return len(a) == len(b) and all(
-        set(x.names) & set(y.names)
-        and x.num_left == y.num_left
-        and all(_close(x.logits[token], y.logits[token]) for token in x.logits.keys() & y.logits.keys())
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _close(x: float, y: float) -> bool:
-    return x == y or abs(x - y) < CLOSE
-
-
-def _merged(same: Sequence[_Column]) -> _Column:
-    """With the tokens that any of the runners follows; the fewest names say best what acted."""
-    last, names = same[-1], min((column.names for column in same), key=len)
-    logits = {token: logit for column in same for token, logit in column.logits.items()}
-    return _Column(names, logits, last.num_left, last.mass_left, last.log_normaliser)
-
-
 def _panel(
-    runners: Mapping[str, SamplingTrace], columns: Sequence[_Column], position: int, text: Mapping[int, str]
+    runners: Mapping[str, SamplingTrace], columns: Sequence[Column], position: int, text: Mapping[int, str]
 ) -> dict[str, Any]:
     traces = {name.upper(): trace for name, trace in runners.items()}
     scores = {name: _scores(trace, columns[-1]) for name, trace in traces.items()}
     ids = _lines(traces.values(), scores.values(), columns)
     taken = max(i for i, column in enumerate(columns) if column.names[0] in ("model", "structured_outputs"))
-    best = sorted(columns[taken].logits, key=lambda token: -columns[taken].logits[token])
+    allowed = [token for token, logit in columns[taken].logits.items() if logit > -math.inf]
+    best = sorted(allowed, key=lambda token: -columns[taken].logits[token])
     races = [_race(trace, scores[name], columns[-1], ids) for name, trace in traces.items()]
     lines = [
         {
-            "p": piece(token, text),
+            "p": _name(token, text),
             "t": f"token {token}",
             "win": [name for name, trace in traces.items() if trace.sampled == token],
             "cells": [_cell(columns, i, token) for i in range(len(columns))],
-            # A trace follows the ten best, so a rank beyond them isn't known.
+            # A trace follows the best so far only, so a rank beyond them isn't known.
             "logprob": [_number(columns[taken].logits[token] - columns[taken].log_normaliser), _rank(best, token)],
             "races": [race[i] for race in races],
         }
@@ -130,7 +76,7 @@ def _panel(
     }
 
 
-def _more(traces: Iterable[SamplingTrace], columns: Sequence[_Column], ids: Sequence[int]) -> str:
+def _more(traces: Iterable[SamplingTrace], columns: Sequence[Column], ids: Sequence[int]) -> str:
     """How many tokens run that are not drawn, and what the row went through without a change. Of the stages that one
     kernel does, none is known to be idle."""
     rest = columns[-1].num_left - sum(columns[-1].logits[token] > -math.inf for token in ids)
@@ -141,12 +87,18 @@ def _more(traces: Iterable[SamplingTrace], columns: Sequence[_Column], ids: Sequ
     return " · ".join(words + ([f"without effect on this row: {idle}"] if idle else []))
 
 
-def _scores(trace: SamplingTrace, last: _Column) -> dict[int, float]:
+def _name(token: int, text: Mapping[int, str]) -> tuple[str, ...]:
+    """The token's pieces; standing alone, a space at its beginning needs a sign."""
+    first, *others = piece(token, text)
+    return ("", "␣", first[1:], *others) if first.startswith(" ") else (first, *others)
+
+
+def _scores(trace: SamplingTrace, last: Column) -> dict[int, float]:
     return {token: last.logits[token] + noise for token, noise in zip(trace.token_ids, trace.noise, strict=True)}
 
 
 def _lines(
-    traces: Iterable[SamplingTrace], scores: Iterable[Mapping[int, float]], columns: Sequence[_Column]
+    traces: Iterable[SamplingTrace], scores: Iterable[Mapping[int, float]], columns: Sequence[Column]
 ) -> list[int]:
     """The winners, then the best of each race and each stage in turn; in the order of the model's own logits."""
     orders = [*scores, *(column.logits for column in columns)]
@@ -163,11 +115,13 @@ def _lines(
 
 
 def _rank(best: Sequence[int], token: int) -> str:
+    if token not in best:
+        return "–"
     rank = best.index(token) + 1
-    return str(rank) if rank <= 10 else "> 10"
+    return str(rank) if rank <= TOP else f"> {TOP}"
 
 
-def _head(columns: Sequence[_Column], i: int) -> dict[str, Any]:
+def _head(columns: Sequence[Column], i: int) -> dict[str, Any]:
     column = columns[i]
     cut = 0.0 if i == 0 else max(0.0, 1 - column.mass_left)
     lost = columns[i - 1].num_left - column.num_left if i else 0
@@ -184,7 +138,7 @@ def _head(columns: Sequence[_Column], i: int) -> dict[str, Any]:
     }
 
 
-def _cell(columns: Sequence[_Column], i: int, token: int) -> dict[str, Any]:
+def _cell(columns: Sequence[Column], i: int, token: int) -> dict[str, Any]:
     """k: "" or, of a forbidden token, "cut" where it happened and "gone" behind that; w: the bar's width of 1; x: the
     logit; d: its change."""
     column, logit = columns[i], columns[i].logits[token]
@@ -204,7 +158,7 @@ def _cell(columns: Sequence[_Column], i: int, token: int) -> dict[str, Any]:
 
 
 def _race(
-    trace: SamplingTrace, scores: Mapping[int, float], last: _Column, ids: Sequence[int]
+    trace: SamplingTrace, scores: Mapping[int, float], last: Column, ids: Sequence[int]
 ) -> list[dict[str, Any] | None]:
     """For each line where its logit and its score stand between the lowest and the highest of them (0 to 1)."""
     running = {token: scores[token] for token in ids if scores.get(token, -math.inf) > -math.inf}
@@ -227,8 +181,8 @@ def _race(
     ]
 
 
-def _sentence(name: str, trace: SamplingTrace, last: _Column, position: int, text: Mapping[int, str]) -> str:
-    won = "".join(piece(trace.sampled, text))
+def _sentence(name: str, trace: SamplingTrace, last: Column, position: int, text: Mapping[int, str]) -> str:
+    won = "".join(_name(trace.sampled, text))
     if trace.greedy:
         return (
             f"{name} is greedy: no noise, the largest logit wins, “{won}”. Temperature and filters mean nothing here."
