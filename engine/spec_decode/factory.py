@@ -1,0 +1,55 @@
+"""From the configuration to a drafter."""
+
+from __future__ import annotations
+
+from ..config import ConfigError, EngineConfig
+from ..models import LoadedModel, ModelConfigError, load_model
+from .draft_model import DraftModelDecoder, check_draft_model
+from .draw import DraftSampler
+from .interface import SpecDecoder
+from .mtp import MtpDecoder, MtpHead
+from .mtp_checkpoint import check_target, read_mtp
+from .ngram import NgramDecoder
+
+
+def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int) -> SpecDecoder | None:
+    """The drafter that stands above the runner; None without speculation, and for "dspark", which is the runner's own.
+
+    Args:
+        config: resolved.
+        num_rows: R, rows of the runner's state.
+
+    Raises:
+        ConfigError: the draft does not go with the target.
+        CheckpointError, ModelNotFoundError, ...: it cannot be loaded, see `load_model`.
+    """
+    spec = config.speculative_config
+    if spec is None or spec.method == "dspark":
+        return None
+    assert config.max_model_len is not None
+    max_len, form, method = config.max_model_len, config.kernel_backend, spec.draft_sample_method
+    device, vocab_size = config.torch_device, target.config.vocab_size
+    if spec.method == "mtp":
+        if spec.model is None:
+            raise ConfigError(
+                f"speculative method 'mtp': no head is known for {target.name!r}; give model=, the path of one that "
+                "was trained for it"
+            )
+        head_config, weights = read_mtp(spec.model)
+        try:
+            check_target(head_config, target.config)
+        except ModelConfigError as error:
+            raise ConfigError(f"speculative_config model={spec.model!r}: {error}") from None
+        sampler = DraftSampler(method, num_rows, 1, vocab_size, device, form)
+        return MtpDecoder(MtpHead(head_config, weights, target.model), sampler, max_len)
+    count = spec.num_speculative_tokens
+    assert count is not None, "checked when the config was made"
+    if spec.method == "ngram":
+        return NgramDecoder(count, *spec.prompt_lookup, max_len, form)
+    assert spec.model is not None
+    draft = load_model(
+        spec.model, dtype=config.torch_dtype, device=device, load_format=config.load_format, seed=config.seed,
+        skip_tokenizer_init=config.skip_tokenizer_init,
+    )  # fmt: skip
+    check_draft_model(draft, target, max_len)
+    return DraftModelDecoder(draft, count, DraftSampler(method, num_rows, count, vocab_size, device, form), max_len)

@@ -1,0 +1,72 @@
+"""Which drafter a configuration gives, and what it says when there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import ConfigError, SpeculativeConfig
+from engine.config import EngineConfig
+from engine.models import ModelNotFoundError, loader
+from engine.spec_decode import DraftModelDecoder, NgramDecoder
+from engine.spec_decode.factory import build_spec_decoder
+from engine.spec_decode.mtp import MtpDecoder
+from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
+from tests.engine.spec_decode.rounds import model
+
+
+def build(spec: dict[str, Any] | None, **fields: Any) -> Any:
+    config = EngineConfig(model="tiny-llama", device="cpu", load_format="dummy", max_model_len=64, **fields)
+    # Set behind its check of what the runners of this build can do.
+    object.__setattr__(config, "speculative_config", None if spec is None else SpeculativeConfig.from_mapping(spec))
+    return build_spec_decoder(config, model(), num_rows=4)
+
+
+def test_none() -> None:
+    assert build(None) is None
+    assert build({"method": "dspark", "draft": "lookup", "num_speculative_tokens": 2}) is None
+
+
+def test_ngram() -> None:
+    decoder = build({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
+    assert isinstance(decoder, NgramDecoder) and decoder.on_host
+    assert decoder.num_drafts == 2 and decoder.draft_logits is None and decoder.kv_bytes_per_token() == 0
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_draft_model(method: str) -> None:
+    spec = {"method": "draft_model", "model": "tiny-qwen3", "num_speculative_tokens": 3, "draft_sample_method": method}
+    decoder = build(spec)
+    assert isinstance(decoder, DraftModelDecoder) and not decoder.on_host and decoder.kv_bytes_per_token() > 0
+    assert decoder.num_drafts == 3
+    shape = None if decoder.draft_logits is None else tuple(decoder.draft_logits.shape)
+    assert shape == (None if method == "greedy" else (4, 3, 384))
+
+
+def test_a_draft_model_that_does_not_go_with_the_target(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere-1b"):
+        build({"method": "draft_model", "model": "nowhere-1b", "num_speculative_tokens": 3})
+    tiny = json.loads((Path(loader.__file__).parent / "configs" / "tiny-llama.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**tiny, "vocab_size": 100}))
+    with pytest.raises(
+        ConfigError, match="for the target 'tiny-llama': its vocabulary has 100 tokens, the target's 384"
+    ):
+        build({"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3})
+
+
+def test_mtp(tmp_path: Path) -> None:
+    config = mtp_config(model().config)
+    write_mtp(tmp_path, config, init_weights(config, 0), torch.float32)
+    decoder = build({"method": "mtp", "model": str(tmp_path)})
+    assert isinstance(decoder, MtpDecoder) and decoder.num_drafts == 1 and decoder.needs_hidden_states
+    with pytest.raises(ConfigError, match="'mtp': no head is known for 'tiny-llama'; give model="):
+        build({"method": "mtp"})
+    other = dataclasses.replace(config, vocab_size=100)
+    write_mtp(tmp_path, other, init_weights(other, 0), torch.float32)
+    with pytest.raises(ConfigError, match="this MTP head was made for another model: vocab_size is 100"):
+        build({"method": "mtp", "model": str(tmp_path)})
