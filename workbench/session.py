@@ -266,6 +266,7 @@ class Session:
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat: bool | None = None,
+        trace_sampling: bool | None = None,
         **changes: Any,
     ) -> StepRecord:
         """Begins anew, with fresh engines and these changes; what is left out stays. Weights stay loaded if they can.
@@ -275,6 +276,8 @@ class Session:
         asked = {"prompts": prompts, "runners": runners, "sampling_params": sampling_params, "chat": chat}
         given = {**self._given, **{key: value for key, value in asked.items() if value is not None}}
         self._start(given, {**self._keywords, **changes})
+        if trace_sampling is not None:
+            self.trace_sampling = trace_sampling
         return self.record
 
     def add(self, prompt: Any, sampling_params: SamplingParams | None = None) -> str:

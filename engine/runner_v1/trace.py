@@ -24,7 +24,7 @@ def sample_traced(
     model_logits, exponential = logits.clone(), torch.ones_like(logits)
     output = sample(logits, metadata, step, generator, exponential)
     if not metadata.all_greedy:
-        exponential[metadata.temperature == 0] = 1.0
+        exponential.masked_fill_((metadata.temperature == 0).unsqueeze(1), 1.0)
     stages = _stages(model_logits, metadata, step)
     return output, trace.trace_tensors(stages, exponential.log_().neg_(), output.sampled[:, 0])
 

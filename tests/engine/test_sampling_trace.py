@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.hooks import Event, Sampled, SamplingTraced
+from engine.device import Device
+from engine.hooks import Event, Hooks, Sampled, SamplingTraced
+from engine.runner_v1.input_batch import CachedRequestState, InputBatch
+from engine.runner_v1.sampler import sample
+from engine.runner_v1.step_sampling import make_step_sampling
+from engine.runner_v1.trace import sample_traced
 from engine.sample.logits_processors import LogitsProcessor, LogitsRows
 from engine.sample.order import ORDER
-from engine.sample.trace import MODEL
+from engine.sample.trace import MODEL, read_traces
+from tests.engine.engine_helpers import VOCAB, both_loops, both_runners, ids, prompt_of, run_trace, tiny_llm
 from tests.engine.engine_helpers import TraceRequest as Request
-from tests.engine.engine_helpers import both_loops, both_runners, ids, prompt_of, run_trace, tiny_llm
+from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 
 class Favour(LogitsProcessor):
@@ -119,3 +125,30 @@ def test_who_watches_everything_watches_no_draw_unless_asked() -> None:
 
 def _generate(llm: LLM) -> None:
     llm.generate(ids(*prompt_of(5)), SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+def test_a_trace_of_v1_waits_for_nothing_and_leaves_the_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = InputBatch(Device(torch.device("cpu"), Hooks("v1")), len(TRACE), 64, 8, vocab_size=VOCAB)
+    for request in TRACE:
+        p = request.params
+        batch.add_request(
+            CachedRequestState(
+                request.request_id, list(request.prompt), [11], [1], 0, p, frozenset(p.stop_token_ids), generator=None
+            )
+        )
+    batch.refresh_metadata()
+    batch.device.drain()
+    metadata, step = batch.sampling_metadata, make_step_sampling(batch, frozenset())
+    assert metadata is not None
+    logits = torch.randn(len(TRACE), VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+    plain = sample(logits.clone(), metadata, step, torch.Generator().manual_seed(2))
+    with monkeypatch.context() as patch, torch.inference_mode(), NoHostWait("cpu"):
+        forbid_waits(patch)
+        output, tensors = sample_traced(logits, metadata, step, torch.Generator().manual_seed(2))
+    assert torch.equal(output.sampled, plain.sampled)
+    traces = read_traces({name: tensor.numpy() for name, tensor in tensors.items()}, [r.request_id for r in TRACE], {1})
+    assert traces is not None and "plain" not in traces and traces["greedy"].greedy
+    assert [trace.sampled for trace in traces.values()] == [int(plain.sampled[i]) for i in (0, 2, 3, 4)]
+    for trace in traces.values():
+        scores = [-9e9 if x is None else x + n for x, n in zip(trace.stages[-1].logits, trace.noise, strict=True)]
+        assert trace.token_ids[scores.index(max(scores))] == trace.sampled

@@ -181,6 +181,10 @@ def test_a_session_traces_when_asked_and_the_recording_keeps_it(tmp_path: Path) 
         for name, trace in runners.items():
             ids = record.runners[name].snapshot.requests[0]
             assert trace.sampled == (*ids.prompt_token_ids, *ids.output_token_ids)[position]
+    session.reset(trace_sampling=False)
+    assert not traced(session.run_until("end"))
+    session.reset(trace_sampling=True)
+    record = session.run_until("end")
     loaded = Recording.load(session.recording.save(tmp_path / "run.json.gz"))
     assert view_model(loaded.steps[-1]) == view_model(record)
 
