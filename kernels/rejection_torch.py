@@ -8,6 +8,8 @@ from kernels.noise import Purpose, gumbel_noise
 from kernels.philox import philox, uniform
 from kernels.rejection_loop import FLOOR
 
+_TILE = 128
+
 
 def draft_noise_positions(
     # [...] i64
@@ -101,11 +103,10 @@ def torch_form(
     accepted = count_accepted(is_draft, p, q, u, method, left, acceptance_rates)
 
     chosen = begin + accepted
-    logits = target_logits[chosen]
     if all_greedy:
-        own = logits.argmax(dim=-1)
+        own = laws.best[chosen]
     else:
-        is_rejected = accepted < is_draft.sum(dim=1)
+        logits, is_rejected = target_logits[chosen], accepted < is_draft.sum(dim=1)
         if max_drafts:
             logits = laws.residual(logits, drafts, masses, accepted, is_rejected & ~greedy)
         purpose = torch.where(is_rejected, Purpose.RESAMPLE.value, Purpose.SAMPLE.value)
@@ -123,15 +124,27 @@ def torch_form(
     return sampled, (accepted + 1).to(torch.int32), *seen
 
 
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """As `x.argmax(-1)`, the lowest id on ties, in a fraction of its time on a CPU, where only maxima are quick: the
+    first best tile, then the first best of it. x f32 [l, V]."""
+    num_tiles = x.shape[1] // _TILE
+    if num_tiles * _TILE != x.shape[1] or not num_tiles:
+        return x.argmax(dim=-1)
+    tiles = x.unflatten(1, (num_tiles, _TILE))
+    tile = tiles.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    return (tiles.take_along_dim(tile.unsqueeze(-1), 1).squeeze(1).argmax(dim=-1, keepdim=True) + tile * _TILE)[:, 0]
+
+
 class DraftLaws:
     """Target and drafter at r requests' N drafts. `row` i64 [r, N] of `target_logits` f32 [l, V] judges each draft;
-    `draft_logits` f32 [r, N, V], None for drafts that were not drawn."""
+    `draft_logits` f32 [r, N, V], None for drafts that were not drawn. `best` i64 [l] is the argmax of each row."""
 
     def __init__(
         self, target_logits: torch.Tensor, row: torch.Tensor, draft_logits: torch.Tensor | None, all_greedy: bool
     ) -> None:
         self.target_logits, self.row, self.all_greedy = target_logits, row, all_greedy
         self.draft_logits = None if all_greedy else draft_logits
+        self.best = _argmax(target_logits)
         if not all_greedy:
             self.target_lse = target_logits.logsumexp(dim=-1)[row]
         if self.draft_logits is not None:
@@ -139,7 +152,7 @@ class DraftLaws:
 
     def probabilities(self, drafts: torch.Tensor, greedy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """p and q f32 [r, N] of `drafts` i64 [r, N]."""
-        p = (self.target_logits.argmax(dim=-1)[self.row] == drafts).float()
+        p = (self.best[self.row] == drafts).float()
         q, greedy = torch.ones_like(p), greedy.unsqueeze(1)
         if not self.all_greedy:
             p = torch.where(greedy, p, (self.target_logits[self.row, drafts] - self.target_lse).exp())

@@ -187,9 +187,9 @@ def rejection_sample(
         masses = prefix_masses(p, q)[:, :-1]
         left = laws.residual_masses(masses, p, greedy)
     accepted = count_accepted(is_draft, p, q, u, method, left, acceptance_rates)
-    logits = logits[begin + accepted]
-    own_token = logits.argmax(dim=-1)
+    own_token = laws.best[begin + accepted]
     if not metadata.all_greedy:
+        logits = logits[begin + accepted]
         if spec.max_drafts:
             is_rejected = accepted < is_draft.sum(dim=1)
             logits = laws.residual(logits, drafts, masses, accepted, is_rejected & ~greedy)

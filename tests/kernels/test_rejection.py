@@ -258,3 +258,13 @@ def test_the_torch_form_never_waits(
     with monkeypatch.context() as patch, NoHostWait(device):
         forbid_waits(patch)
         run(drafted, "torch", method=method, sampled_drafts=sampled_drafts)
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_of_tied_logits_the_lowest_id_is_the_argmax(form: str) -> None:
+    """In one tile and over several, with a whole number of tiles and without."""
+    for vocab, ties in [(256, (5, 9)), (256, (130, 250)), (256, (127, 128)), (300, (7, 299))]:
+        logits = torch.zeros(2, vocab)
+        logits[:, list(ties)] = 1.0
+        right, wrong = (one_request(logits, [draft], temperature=0.0, form=form) for draft in ties)
+        assert tokens_of(right) == [[ties[0], ties[0]]] and tokens_of(wrong) == [[ties[0]]]
