@@ -43,7 +43,7 @@ def assert_same(got: RejectionOutput, expected: RejectionOutput) -> None:
 def test_forms_agree(form: str, method: str, sampled_drafts: bool) -> None:
     accepted = set()
     for seed in range(12):
-        vocab = (1, 7, 100, 4097)[seed % 4]
+        vocab = (1, 7, 100, 4097)[seed % 4] if seed < 4 else 40
         drafted = drafted_batch(seed, vocab=vocab, num_reqs=3 if vocab > 1000 else 5, closeness=(1, 3)[seed % 2])
         expected = run(drafted, "loop", method=method, sampled_drafts=sampled_drafts)
         assert_same(run(drafted, form, method=method, sampled_drafts=sampled_drafts), expected)
@@ -159,7 +159,7 @@ def test_what_the_target_forbids_never_comes(form: str, method: str, sampled_dra
         draft_logits = logits[:2].unsqueeze(0).clone()
         draft_logits[0, :, 5] = -1.0  # what the target forbids
         options["draft_logits"] = draft_logits
-    for seed in range(20):
+    for seed in range(20 if form == "torch" else 5):
         for drafts in ([3, 3], [5, 3], [8, 5], [5, 5]):
             [tokens] = tokens_of(one_request(logits, drafts, seed=seed, **options))
             assert all(float(logits[j, token]) > NEG_INF for j, token in enumerate(tokens)), (seed, drafts, tokens)
