@@ -25,7 +25,7 @@ DTYPES = {
 KERNEL_BACKENDS = ("auto", "triton", "torch", "interpret", "loop")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
-SPECULATIVE_METHODS: tuple[str, ...] = ()
+SPECULATIVE_METHODS: tuple[str, ...] = ("ngram",)
 """Methods that a runner of this build carries out; the others are refused."""
 
 

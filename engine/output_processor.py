@@ -190,6 +190,7 @@ class OutputProcessor:
         outputs = tuple(self._completion(child) for child in parent.children)
         requests = [child.request for child in parent.children]
         first = [request.first_token_time for request in requests if request.first_token_time is not None]
+        accepted = tuple(count for request in requests for count in request.accepted_per_round)
         last = [request.last_token_time for request in requests if request.last_token_time is not None]
         return RequestOutput(
             request_id=parent.request_id,
@@ -201,6 +202,8 @@ class OutputProcessor:
             metrics=RequestMetrics(
                 parent.arrival_time, parent.first_scheduled_time, min(first, default=None), max(last, default=None),
                 sum(request.num_preemptions for request in requests),
+                num_drafts=len(accepted), num_draft_tokens=sum(request.num_draft_tokens for request in requests),
+                num_accepted_tokens=sum(accepted), accepted_per_round=accepted,
             ),
             prompt_logprobs=self._prompt_logprobs(parent),
         )  # fmt: skip

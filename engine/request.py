@@ -48,6 +48,9 @@ class Request:
     """Its grammar, if its output is held to one."""
     prompt_logprobs: list[RequestLogprobs | None] = field(default_factory=list)
     """If asked for: one for each prompt position computed so far, None for the first."""
+    accepted_per_round: list[int] = field(default_factory=list)
+    """Accepted drafts of each step that verified some."""
+    num_draft_tokens: int = 0
     first_token_time: float | None = None
     """Like the last token's, when it reached the host, in seconds on `time.monotonic`'s clock."""
     row: int = field(default=-1, init=False)
@@ -162,13 +165,19 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times are seconds on `time.monotonic`'s clock; None until it happened."""
+    """Times are seconds on `time.monotonic`'s clock; None until it happened. Drafts: `num_drafts` rounds verified
+    `num_draft_tokens` of them and accepted `num_accepted_tokens`; `accepted_per_round` has an entry for each round. Of
+    n completions they are the sums, the rounds one completion after the other."""
 
     arrival_time: float
     first_scheduled_time: float | None
     first_token_time: float | None
     last_token_time: float | None
     num_preemptions: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_round: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

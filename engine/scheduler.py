@@ -199,6 +199,8 @@ class Scheduler:
         """Behind each token that a step samples V2's drafter proposes more, which the next step verifies unseen."""
         table = self.table
         decodes = table.num_computed_tokens[rows] >= table.prefill_len[rows]
+        # A grammar would have to see the drafts, and they are on the device.
+        decodes &= ~table.constrained[rows]
         table.num_drafts[rows] = np.where(decodes, self._num_device_drafts, 0)
 
     def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
@@ -375,6 +377,9 @@ class Scheduler:
     def _reject(self, batch: ScheduledBatch, counts: np.ndarray) -> None:
         """Takes back the drafts that were not accepted: of d drafts and a token behind them `counts` [r] came."""
         rejected = np.where(counts > 0, batch.num_drafts + 1 - counts, 0)
+        for i in np.flatnonzero((batch.num_drafts > 0) & (counts > 0)).tolist():
+            batch.requests[i].accepted_per_round.append(int(counts[i]) - 1)
+            batch.requests[i].num_draft_tokens += int(batch.num_drafts[i])
         mine = self.table.generation[batch.rows] == batch.generations
         self.table.reject(batch.rows[mine], rejected[mine])
         for i in np.flatnonzero(~mine & (rejected > 0)).tolist():

@@ -14,14 +14,15 @@ from .sample.logprobs import LogprobsPlan, row_to_dict
 from .sample.prompt_logprobs import PromptLogprobsPlan
 
 
-def empty_tokens(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_tokens(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One tensor for all that the host always wants of a step, so that one copy brings it: (it, sampled, num_sampled).
 
-    i64 [r + ceil(r / 2)]: the tokens, then their counts as i32. `sampled` i64 [r, 1] and `num_sampled` i32 [r] are its
-    parts.
+    i64 [r * w + ceil(r / 2)]: the tokens, then their counts as i32. `sampled` i64 [r, w] and `num_sampled` i32 [r] are
+    its parts.
     """
-    tokens = torch.empty(num_rows + (num_rows + 1) // 2, dtype=torch.int64, device=device)
-    return tokens, tokens[:num_rows].unsqueeze(1), tokens[num_rows:].view(torch.int32)[:num_rows]
+    size = num_rows * width
+    tokens = torch.empty(size + (num_rows + 1) // 2, dtype=torch.int64, device=device)
+    return tokens, tokens[:size].view(num_rows, width), tokens[size:].view(torch.int32)[:num_rows]
 
 
 class HostRing:
@@ -55,6 +56,8 @@ class AsyncOutput:
         logprobs_plan: LogprobsPlan,
         prompt_logprobs: PromptLogprobsPlan | None,
         host_tokens: tuple[torch.Tensor, np.ndarray],
+        width: int,
+        cu_num_logits: np.ndarray,
         tensors: Callable[[], dict[str, torch.Tensor]],
     ) -> None:
         self._device = device
@@ -64,6 +67,8 @@ class AsyncOutput:
         self._prompt_logprobs = prompt_logprobs
         self._host_tokens, self._host_tokens_np = host_tokens
         self._num_rows = 0
+        self._width = width
+        self._cu_num_logits = cu_num_logits
         self._tensors = tensors
         self._host: dict[str, torch.Tensor] = {}
         self._kept: dict[str, torch.Tensor] = {}
@@ -76,7 +81,8 @@ class AsyncOutput:
         self._kept = self._tensors()
         for name, tensor in self._kept.items():
             if name == "tokens":
-                self._num_rows = tensor.shape[0] * 2 // 3
+                # Of r rows there are r * width tokens and ceil(r / 2) words of counts.
+                self._num_rows = tensor.shape[0] * 2 // (2 * self._width + 1)
                 self._host_tokens[: tensor.shape[0]].copy_(tensor, non_blocking=True)
             else:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.is_cuda)
@@ -85,13 +91,16 @@ class AsyncOutput:
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self.copied, "output", inside_step=False)
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
-        rows, tokens = self._num_rows, self._host_tokens_np
-        sampled, num_sampled = tokens[:rows, np.newaxis], tokens[rows:].view(np.int32)[:rows]
+        rows, tokens, size = self._num_rows, self._host_tokens_np, self._num_rows * self._width
+        sampled, num_sampled = tokens[:size].reshape(rows, self._width), tokens[size:].view(np.int32)[:rows]
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
         if self._logprobs_plan.wanted:
             logprobs = {
-                req_id: [row_to_dict(self._logprobs_plan, host, i, int(self._num_logprobs[i]))]
+                req_id: [
+                    row_to_dict(self._logprobs_plan, host, int(self._cu_num_logits[i]) + j, int(self._num_logprobs[i]))
+                    for j in range(num_sampled[i])
+                ]
                 for i, req_id in enumerate(self._req_ids)
                 if self._num_logprobs[i] >= 0 and num_sampled[i]
             }

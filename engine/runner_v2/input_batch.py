@@ -14,14 +14,16 @@ from .sample import SamplerPlan
 class InputBuffers:
     """The model's inputs. Their addresses never change, so that a graph may capture them. R, T as everywhere.
 
-    `query_start_loc` i32 [R + 1] and `idx_mapping` i32 [R] are two parts of `index`, which the host writes whole.
+    `query_start_loc` i32 [R + 1], `idx_mapping` i32 [R] and `cu_num_logits` i32 [R + 1] are the parts of `index`, which
+    the host writes whole.
     """
 
     def __init__(self, device: Device, max_num_reqs: int, max_tokens: int) -> None:
         self.input_ids = device.zeros(max_tokens, dtype=torch.int32)
         self.positions = device.zeros(max_tokens, dtype=torch.int64)
-        self.index = device.zeros(2 * max_num_reqs + 1, dtype=torch.int32)
-        self.query_start_loc, self.idx_mapping = self.index.split((max_num_reqs + 1, max_num_reqs))
+        self.index = device.zeros(3 * max_num_reqs + 2, dtype=torch.int32)
+        sizes = max_num_reqs + 1, max_num_reqs, max_num_reqs + 1
+        self.query_start_loc, self.idx_mapping, self.cu_num_logits = self.index.split(sizes)
         self.seq_lens = device.zeros(max_num_reqs, dtype=torch.int32)
 
 
@@ -31,7 +33,8 @@ class InputBatch:
     share one."""
 
     req_ids: tuple[str, ...]
-    # [2 R + 1] i32: query_start_loc, padded with its last value, and idx_mapping, padded with a row that is nobody's
+    # [3 R + 2] i32: query_start_loc, padded with its last value; idx_mapping, padded with a row that is nobody's;
+    # cu_num_logits, padded with a row of logits each
     index_np: np.ndarray
     # [r] i32
     num_scheduled_tokens: np.ndarray
@@ -45,13 +48,23 @@ class InputBatch:
     @property
     def query_start_loc_np(self) -> np.ndarray:
         """i32 [R + 1]."""
-        return self.index_np[: len(self.index_np) // 2 + 1]
+        return self.index_np[: len(self.index_np) // 3 + 1]
 
     @property
     def idx_mapping_np(self) -> np.ndarray:
         """i32 [r]: batch position -> state row."""
-        begin = len(self.index_np) // 2 + 1
+        begin = len(self.index_np) // 3 + 1
         return self.index_np[begin : begin + self.num_reqs]
+
+    @property
+    def cu_num_logits_np(self) -> np.ndarray:
+        """i32 [r + 1]: rows of logits before each request's, one for each and one for each draft."""
+        begin = 2 * (len(self.index_np) // 3) + 1
+        return self.index_np[begin : begin + self.num_reqs + 1]
+
+    @property
+    def num_logits(self) -> int:
+        return int(self.cu_num_logits_np[-1])
 
     @property
     def num_reqs(self) -> int:

@@ -33,6 +33,7 @@ from .sample import Sampler, SamplerPlan
 from .sample.states import SamplingStates
 from .sample.structured_outputs import GrammarBitmask
 from .sample.tables import TokenTable
+from .speculation import DraftedWork, make_speculation
 from .states import RequestState
 from .step_work import StepWork
 
@@ -95,7 +96,8 @@ class ModelRunnerV2:
         assert config.max_model_len is not None
         rows, tokens = self.max_num_reqs, self.max_num_tokens
         max_blocks = -(-config.max_model_len // config.block_size)
-        self.req_states = RequestState(device, rows, config.max_model_len, STEPS_IN_FLIGHT, form)
+        num_drafts = (config.speculative_config.num_speculative_tokens or 0) if config.speculative_config else 0
+        self.req_states = RequestState(device, rows, config.max_model_len, STEPS_IN_FLIGHT, form, num_drafts)
         self.block_tables = BlockTables(device, rows, max_blocks, tokens, config.block_size, STEPS_IN_FLIGHT, form)
         self.input_buffers = InputBuffers(device, rows, tokens)
         self.sampling_states = SamplingStates(
@@ -104,6 +106,7 @@ class ModelRunnerV2:
         states = self.req_states
         token_table = TokenTable(states.all_token_ids.gpu, states.prompt_len.gpu, states.prefill_len.gpu)
         self.sampler = Sampler(self.sampling_states, form, token_table)
+        self.speculation = make_speculation(config, self.sampler)
         self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None
@@ -114,16 +117,16 @@ class ModelRunnerV2:
         self._cached_ids: tuple[str, ...] = ()
         self._cached_rows = np.empty(0, dtype=np.int64)
         self._index_on_device: np.ndarray | None = None
-        self._host_tokens = HostRing(device, rows + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
+        self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
         self._output_copied: Event | None = None
         self._graph_work: dict[int, StepWork] = {}
         self.capture()
 
     def capture(self) -> None:
-        """Captures the whole decode step at each of the configured sizes; does nothing on a CPU or with
-        enforce_eager."""
+        """Captures the whole decode step at each of the configured sizes; does nothing on a CPU, with enforce_eager or
+        with drafts."""
         self.capture_seconds = 0.0
-        if self.graphs is None or self.config.enforce_eager:
+        if self.graphs is None or self.config.enforce_eager or self.speculation is not None:
             return
         begin = time.monotonic()
         for size in sorted(self.config.cudagraph_capture_sizes, reverse=True):
@@ -200,7 +203,7 @@ class ModelRunnerV2:
         batch = self._make_batch(scheduler_output)
         graph = self._captured(batch)
         if batch.index_np is not self._index_on_device:
-            self.device.write("query_start_loc, idx_mapping", self.input_buffers.index, batch.index_np)
+            self.device.write("query_start_loc, idx_mapping, cu_num_logits", self.input_buffers.index, batch.index_np)
             self._index_on_device = batch.index_np
         work = self._eager_work(batch) if graph is None else self._graph_work[graph[0]]
         if SamplingTraced in self.hooks.wanted:
@@ -238,6 +241,8 @@ class ModelRunnerV2:
             num_decodes=batch.num_decodes,
             has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
         )
+        if self.speculation is not None:
+            return DraftedWork(self, batch, metadata, self.speculation)
         idx_mapping = self.input_buffers.idx_mapping[: batch.num_reqs]
         return StepWork(self, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
 
@@ -291,8 +296,15 @@ class ModelRunnerV2:
         size = choose_descriptor(
             num_reqs, num_tokens, self.config.cudagraph_capture_sizes, self.max_num_reqs, self.max_num_tokens
         )
-        index = np.full(2 * self.max_num_reqs + 1, num_tokens, dtype=np.int32)
-        query_start_loc, idx_mapping = np.split(index, [self.max_num_reqs + 1])
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_drafts = [len(drafts.get(req_id, ())) for req_id in req_ids] if drafts else 0
+        num_logits = np.ones(self.max_num_reqs, dtype=np.int32)
+        num_logits[:num_reqs] += np.asarray(num_drafts, dtype=np.int32)
+        index = np.full(3 * self.max_num_reqs + 2, num_tokens, dtype=np.int32)
+        ends = [self.max_num_reqs + 1, 2 * self.max_num_reqs + 1]
+        query_start_loc, idx_mapping, cu_num_logits = np.split(index, ends)
+        cu_num_logits[0] = 0
+        np.cumsum(num_logits, out=cu_num_logits[1:])
         query_start_loc[0] = 0
         np.cumsum(counts, out=query_start_loc[1 : num_reqs + 1])
         idx_mapping[:num_reqs] = rows
@@ -303,7 +315,7 @@ class ModelRunnerV2:
             req_ids=req_ids,
             index_np=index,
             num_scheduled_tokens=counts,
-            plan=self.sampler.plan(rows),
+            plan=self.sampler.plan(rows, num_logits[:num_reqs] if drafts else None),
             num_tokens=num_tokens,
             num_tokens_padded=size.num_tokens,
             num_reqs_padded=size.num_reqs,
@@ -349,19 +361,23 @@ class ModelRunnerV2:
             self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
         num_logprobs = self.sampling_states.num_logprobs[rows]
+        width = self.req_states.draft_tokens.shape[1] + 1 if batch.num_logits > batch.num_reqs else 1
         output = AsyncOutput(
             self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
-            lambda: work.output,
+            width, batch.cu_num_logits_np, lambda: work.output,
         )  # fmt: skip
         self._output_copied = output.copied
         if graph is None:
             self._submit(work.post_update, batch.plan)  # 10
+        if isinstance(work, DraftedWork):
+            self._submit(work.propose)
         return output
 
     def _grammar_bitmask(self, batch: InputBatch, grammar: GrammarOutput | None) -> GrammarBitmask | None:
         if grammar is None:
             return None
-        row_of = {req_id: i for i, req_id in enumerate(batch.req_ids)}
+        # No request with a grammar has drafts.
+        row_of = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
         logits_rows = np.array([row_of[req_id] for req_id in grammar.structured_output_request_ids], dtype=np.int32)
         return GrammarBitmask.upload(self.device, logits_rows, grammar.grammar_bitmask)
 

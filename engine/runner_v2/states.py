@@ -15,7 +15,9 @@ from .buffers import StagedWriteTensor, UvaBackedTensor, publish
 
 
 class RequestState:
-    def __init__(self, device: Device, max_num_reqs: int, max_model_len: int, ring_depth: int, form: str) -> None:
+    def __init__(
+        self, device: Device, max_num_reqs: int, max_model_len: int, ring_depth: int, form: str, num_drafts: int = 0
+    ) -> None:
         self.max_num_reqs = max_num_reqs
         self._device = device
         # One row more than requests: it belongs to nobody, and the padding of a captured batch reads and writes it.
@@ -40,7 +42,7 @@ class RequestState:
         self.num_computed_tokens_np = np.zeros(rows, dtype=np.int32)
         # [R, 1] i64, [R, max(N, 1)] i64, [R] i32
         self.last_sampled_tokens = device.zeros(rows, 1, dtype=torch.int64)
-        self.draft_tokens = device.zeros(rows, 1, dtype=torch.int64)
+        self.draft_tokens = device.zeros(rows, max(num_drafts, 1), dtype=torch.int64)
         self.next_prefill_tokens = device.zeros(rows, dtype=torch.int32)
 
     def add_request(self, new: NewRequestData) -> int:

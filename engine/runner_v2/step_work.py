@@ -57,7 +57,8 @@ class StepWork:
         self.num_tokens_padded = num_tokens_padded
         self.metadata = metadata
         # cu_num_logits without drafts: one row a request, so a prefix of 0..R.
-        self.cu_num_logits = runner.arange[: idx_mapping.shape[0] + 1]
+        self.num_logits = idx_mapping.shape[0]
+        self.cu_num_logits = runner.arange[: self.num_logits + 1]
         self.logits_indices: torch.Tensor | None = None
         self.output: dict[str, torch.Tensor] = {}
         self._hidden: torch.Tensor | None = None
@@ -85,7 +86,7 @@ class StepWork:
         self.logits_indices = combine_sampled_and_draft_tokens(
             self._buffers.input_ids, self.idx_mapping, self._states.last_sampled_tokens, self._buffers.query_start_loc,
             self._buffers.seq_lens, self._states.prefill_len.gpu, self._states.draft_tokens, self.cu_num_logits,
-            self.idx_mapping.shape[0], form=self._form,
+            self.num_logits, form=self._form,
         )  # fmt: skip
 
     def gather_block_tables(self) -> None:
@@ -121,7 +122,7 @@ class StepWork:
         sampler = self._runner.sampler
         untouched = logits.clone() if traced and grammar is not None else logits
         output = sampler.sample(plan, logits, self.idx_mapping, positions, grammar=grammar)
-        tokens, self._sampled, self._num_sampled = empty_tokens(self.idx_mapping.shape[0], logits.device)
+        tokens, self._sampled, self._num_sampled = empty_tokens(self.idx_mapping.shape[0], 1, logits.device)
         self._sampled.copy_(output.sampled)
         self._num_sampled.fill_(1)
         self.output = {"tokens": tokens}

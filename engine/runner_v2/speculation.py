@@ -1,0 +1,119 @@
+"""Runner V2 with a drafter above it: a step verifies the drafts of the one before, and then asks for the next.
+
+How many of its drafts a request keeps is known on the device alone. The host goes on as if all were kept: its counts
+are upper bounds, which the scheduler corrects when the tokens arrive.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import expand_idx_mapping
+
+from ..attention import AttentionMetadata
+from ..config import EngineConfig
+from ..spec_decode import FinishedStep, NgramDecoder, RowTables, SpecDecoder
+from .async_output import empty_tokens
+from .input_batch import InputBatch
+from .sample import Sampler, SamplerPlan
+from .sample.rejection_sampler import DraftedStep, RejectionSampler
+from .sample.structured_outputs import GrammarBitmask
+from .step_work import StepWork
+
+if TYPE_CHECKING:
+    from .runner import ModelRunnerV2
+
+
+class Speculation:
+    """The drafter of an engine, and the rule that judges its drafts."""
+
+    def __init__(self, decoder: SpecDecoder, rejection_sampler: RejectionSampler) -> None:
+        self.decoder = decoder
+        self.rejection_sampler = rejection_sampler
+        self.num_drafts = decoder.num_drafts
+
+
+def make_speculation(config: EngineConfig, sampler: Sampler) -> Speculation | None:
+    """What `config.speculative_config` asks for; None without one."""
+    spec = config.speculative_config
+    if spec is None:
+        return None
+    assert spec.num_speculative_tokens is not None and config.max_model_len is not None
+    num_drafts = spec.num_speculative_tokens
+    decoder = NgramDecoder(num_drafts, *spec.prompt_lookup, config.max_model_len, config.kernel_backend)
+    rates = spec.conditional_acceptance_rates(num_drafts)
+    return Speculation(decoder, RejectionSampler(sampler, spec.rejection_sample_method, rates))
+
+
+class DraftedWork(StepWork):
+    """The work of a step in which requests may have drafts: l = r + drafts rows of logits."""
+
+    def __init__(
+        self, runner: ModelRunnerV2, batch: InputBatch, metadata: AttentionMetadata, speculation: Speculation
+    ) -> None:
+        idx_mapping = runner.input_buffers.idx_mapping[: batch.num_reqs]
+        super().__init__(runner, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
+        self._speculation = speculation
+        self._has_drafts = batch.num_logits > batch.num_reqs
+        self.num_logits = batch.num_logits
+        self.cu_num_logits = runner.input_buffers.cu_num_logits[: batch.num_reqs + 1]
+        self._input_tokens: torch.Tensor | None = None
+        self._hidden_states: torch.Tensor | None = None
+
+    def combine_sampled_and_draft_tokens(self) -> None:
+        """4, and notes the drafts: what stands for none is no input of the model."""
+        super().combine_sampled_and_draft_tokens()
+        if self._has_drafts:
+            input_ids = self._buffers.input_ids[: self.num_tokens_padded]
+            self._input_tokens = input_ids[self.logits_indices]
+            input_ids.clamp_(min=0)
+
+    def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, traced: bool = False) -> None:
+        """5 and 23 to 29: judges the drafts, and draws a token behind those that are accepted.
+
+        A step with drafts is not traced.
+        """
+        self._hidden_states = self._hidden
+        if not self._has_drafts:
+            super().sample(plan, grammar, traced)
+            return
+        assert self._hidden is not None and self.logits_indices is not None and self._input_tokens is not None
+        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
+        expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
+        step = DraftedStep(
+            self.idx_mapping, self.cu_num_logits, *expanded, token_ids=self._input_tokens,
+            positions=self._buffers.positions[self.logits_indices] + 1, max_drafts=self._speculation.num_drafts,
+        )  # fmt: skip
+        output = self._speculation.rejection_sampler.sample(
+            plan, logits, step, draft_logits=self._speculation.decoder.draft_logits, grammar=grammar
+        )
+        sampled = output.verified.sampled
+        num_rows, width = sampled.shape
+        tokens, self._sampled, self._num_sampled = empty_tokens(num_rows, width, sampled.device)
+        self._sampled.copy_(sampled)
+        self._num_sampled.copy_(output.verified.num_sampled)
+        self.output = {"tokens": tokens}
+        if output.logprobs is not None:
+            self.output |= output.logprobs.as_dict()
+        self._hidden = None
+
+    def propose(self) -> None:
+        """Drafts for the next step, into the state table."""
+        assert self._num_sampled is not None and self._num_rejected is not None
+        states = self._states
+        rows = RowTables(
+            last_sampled_tokens=states.last_sampled_tokens, num_blocks=self._tables.num_blocks.gpu,
+            temperature=self._runner.sampling_states.temperature.gpu, seeds=self._runner.sampling_states.seeds.gpu,
+            all_token_ids=states.all_token_ids.gpu, total_len=states.total_len.gpu,
+            next_prefill_tokens=states.next_prefill_tokens,
+        )  # fmt: skip
+        step = FinishedStep(
+            idx_mapping=self.idx_mapping, input_ids=self._buffers.input_ids, positions=self._buffers.positions,
+            num_sampled=self._num_sampled, num_rejected=self._num_rejected, metadata=self.metadata, rows=rows,
+            hidden_states=self._hidden_states,
+        )  # fmt: skip
+        drafts = self._speculation.decoder.propose(step)
+        states.draft_tokens.index_copy_(0, self.idx_mapping.long(), drafts)
+        self._hidden_states = None

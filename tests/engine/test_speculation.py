@@ -1,0 +1,189 @@
+"""Drafts on runner V2: the answers are those without, and only sooner, whatever else goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import LLM, ConfigError, SamplingParams
+from engine.hooks import Event
+from tests.engine.engine_helpers import (
+    LOOPS,
+    TraceRequest,
+    both_loops,
+    greedy,
+    ids,
+    make_llm,
+    prompt_of,
+    reference,
+    run_trace,
+    tiny_llm,
+)
+
+
+def ngram(k: int, longest: int = 3) -> dict[str, Any]:
+    spec = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1, "prompt_lookup_max": longest}
+    return {"speculative_config": spec}
+
+
+def repeating(length: int, seed: int, period: int = 5) -> list[int]:
+    """A prompt in which everything stood before."""
+    return (prompt_of(period, seed) * length)[:length]
+
+
+PROMPTS = [repeating(17, 1), prompt_of(9, 2), repeating(30, 3), prompt_of(4, 4), repeating(12, 5), prompt_of(21, 6)]
+CIRCUMSTANCES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "one row": {"max_num_seqs": 1},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+    "few blocks": {"num_gpu_blocks_override": 18},
+    "small blocks": {"block_size": 1, "num_gpu_blocks_override": 120},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("circumstances", CIRCUMSTANCES)
+@pytest.mark.parametrize("k", [1, 4])
+@both_loops
+def test_greedy_answers_are_those_without_drafts(loop: str, k: int, circumstances: str) -> None:
+    trace = [
+        TraceRequest(f"r{i}", tuple(prompt), greedy(24 + i), arrival=i % 4) for i, prompt in enumerate(PROMPTS * 2)
+    ]
+    with tiny_llm("v2", loop, **ngram(k), **CIRCUMSTANCES[circumstances]) as llm:
+        result = run_trace(llm, trace)
+        assert llm.core.device.waits.inside_step == {}, "no host wait inside a step"
+    for request in trace:
+        assert result.tokens(request.request_id) == reference(request.prompt, request.params)
+        metrics = result.outputs[request.request_id].metrics
+        assert metrics.num_drafts == len(metrics.accepted_per_round)
+        assert metrics.num_accepted_tokens == sum(metrics.accepted_per_round) <= metrics.num_draft_tokens
+        assert all(0 <= accepted <= k for accepted in metrics.accepted_per_round)
+    assert sum(output.metrics.num_accepted_tokens for output in result.outputs.values()) > 2, "drafts are accepted"
+    if circumstances == "few blocks":
+        assert result.num_preemptions > 0
+
+
+@both_loops
+def test_accepted_drafts_save_steps(loop: str) -> None:
+    prompt, params = repeating(20, 7), greedy(40)
+    steps = []
+    for spec in ({}, ngram(4)):
+        with tiny_llm("v2", loop, **spec) as llm:
+            (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
+            assert output.outputs[0].token_ids == reference(prompt, params)
+            steps.append(llm.core.step_count)
+    accepted = output.metrics.num_accepted_tokens
+    # Overlapped, the last steps wait for what those in flight may accept.
+    idle = 0 if loop == "plain" else 2
+    assert accepted > 5 and accepted - idle <= steps[0] - steps[1] <= accepted, (steps, output.metrics)
+
+
+@both_loops
+@pytest.mark.parametrize("min_tokens", [0, 20])
+def test_an_answer_ends_at_the_same_stop_inside_accepted_drafts(loop: str, min_tokens: int) -> None:
+    prompt = repeating(20, 7)
+    whole = reference(prompt, greedy(40))
+    for stop in sorted(set(whole)):
+        params = greedy(40, stop_token_ids=(stop,), min_tokens=min_tokens)
+        with tiny_llm("v2", loop, **ngram(5)) as llm:
+            (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
+            llm.core.check_integrity()
+        assert output.outputs[0].token_ids == reference(prompt, params), stop
+
+
+@both_loops
+def test_logprobs_and_penalties_are_those_without_drafts(loop: str) -> None:
+    params = greedy(24, logprobs=3, frequency_penalty=0.4, repetition_penalty=1.1, logit_bias={7: 0.5})
+    answers = []
+    for spec in ({}, ngram(4)):
+        with tiny_llm("v2", loop, **spec) as llm:
+            answers.append(llm.generate([ids(*prompt) for prompt in PROMPTS], params, use_tqdm=False))
+    for plain, drafted in zip(*answers, strict=True):
+        one, other = plain.outputs[0], drafted.outputs[0]
+        assert one.token_ids == other.token_ids and len(one.logprobs) == len(other.logprobs) == 24
+        for expected, got in zip(one.logprobs, other.logprobs, strict=True):
+            assert expected.keys() == got.keys()
+            for token, entry in expected.items():
+                assert (entry.rank, entry.logprob) == (got[token].rank, pytest.approx(got[token].logprob, abs=1e-4))
+
+
+@both_loops
+def test_sampled_answers_do_not_depend_on_row_batch_or_chunks(loop: str) -> None:
+    """A token of V2 is a function of its request's own seed, place and drafts, and those are of its own tokens."""
+    params = [SamplingParams(temperature=0.7, top_k=40, seed=i, max_tokens=20, ignore_eos=True) for i in range(6)]
+    answers = []
+    for circumstances in ("together", "one row", "chunks", "few blocks"):
+        with tiny_llm("v2", loop, **ngram(3), **CIRCUMSTANCES[circumstances]) as llm:
+            outputs = llm.generate([ids(*prompt) for prompt in PROMPTS], params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert len({len(tokens) for tokens in answers[2]}) == 1
+
+
+@pytest.mark.slow
+@both_loops
+def test_a_request_with_a_grammar_has_no_drafts_and_its_neighbour_has(loop: str, smollm2: Path) -> None:
+    with smollm2_llm(smollm2, loop) as llm:
+        params = [
+            SamplingParams(temperature=0, max_tokens=12, structured_outputs={"choice": ["yes", "no"]}),
+            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        ]
+        constrained, free = llm.generate(["Is ice cold? ", "one two three four five " * 6 + "one two"], params, use_tqdm=False)
+    assert constrained.outputs[0].text in ("yes", "no") and constrained.metrics.num_drafts == 0
+    assert free.metrics.num_accepted_tokens > 5
+
+
+@contextmanager
+def smollm2_llm(path: Path, loop: str) -> Iterator[LLM]:
+    llm = LLM(str(path), dtype="float32", max_model_len=128, async_scheduling=loop == "overlapped", **ngram(4))
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def test_watching_changes_nothing() -> None:
+    prompt, params = repeating(20, 7), greedy(30)
+    seen: list[Event] = []
+    with tiny_llm("v2", "overlapped", **ngram(4)) as llm, llm.hooks.subscribe(Event, seen.append):
+        (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
+        assert llm.core.device.waits.inside_step == {} and llm.hooks.errors == []
+    assert output.outputs[0].token_ids == reference(prompt, params) and seen
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_any_trace(data: st.DataObject) -> None:
+    draw = data.draw
+    requests = [
+        TraceRequest(
+            f"r{i}", tuple(repeating(draw(st.integers(1, 40)), draw(st.integers(0, 3)), draw(st.integers(1, 6)))),
+            greedy(draw(st.integers(1, 20))), arrival=draw(st.integers(0, 6)),
+            abort_at=draw(st.none() | st.integers(0, 12)),
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]  # fmt: skip
+    budget = draw(st.integers(4, 64))
+    config = {
+        "max_num_batched_tokens": budget, "max_num_seqs": draw(st.integers(1, min(4, budget))),
+        "block_size": draw(st.sampled_from([1, 3, 4])), "num_gpu_blocks_override": draw(st.integers(65, 90)),
+        "enable_prefix_caching": draw(st.booleans()),
+    }  # fmt: skip
+    with tiny_llm("v2", draw(st.sampled_from(LOOPS)), **ngram(draw(st.integers(1, 5))), **config) as llm:
+        result = run_trace(llm, requests)
+    for request in requests:
+        tokens, right = result.tokens(request.request_id), reference(request.prompt, request.params)
+        assert tokens == right[: len(tokens)] and (request.abort_at is not None or len(tokens) == len(right))
+
+
+def test_what_no_runner_carries_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="V2 alone"):
+        make_llm("v1", "plain", **ngram(2))
+    with pytest.raises(ConfigError, match="not in this version"):
+        make_llm("v2", "plain", speculative_config={"method": "mtp"})
