@@ -39,6 +39,8 @@ class VerifiedStep(NamedTuple):
     num_sampled: torch.Tensor
     # [r] i32
     num_rejected: torch.Tensor
+    # [>= r, B] i32: gathered, the table of request i in row i
+    block_table: torch.Tensor
 
 
 class DraftRows(NamedTuple):
@@ -46,8 +48,6 @@ class DraftRows(NamedTuple):
 
     # [R, 1] i64, this step's token already in it
     last_sampled_tokens: torch.Tensor
-    # [R, B] i32
-    block_table: torch.Tensor
     # [R] i32
     num_blocks: torch.Tensor
 
@@ -85,7 +85,7 @@ def prepare_draft_inputs(
     check_tensors(torch.int32, 1, num_reqs + 1, query_start_loc=step.query_start_loc)
     check_tensors(torch.int32, 1, cells, input_ids=out.input_ids)
     check_tensors(torch.int32, 1, num_reqs_padded, seq_lens=out.seq_lens)
-    check_tensors(torch.int32, 2, block_table=rows.block_table)
+    check_tensors(torch.int32, 2, num_reqs, block_table=step.block_table)
     check_tensors(torch.int64, 2, last_sampled_tokens=rows.last_sampled_tokens)
     check_tensors(torch.int64, 1, cells, draft_positions=out.positions, draft_slot_mapping=out.slot_mapping)
     check_tensors(torch.int64, 1, num_tokens_padded, positions=step.positions, slot_mapping=step.slot_mapping)
@@ -104,10 +104,9 @@ def prepare_draft_inputs(
             (num_reqs_padded + 1,),
             *out,
             *step,
+            step.block_table.stride(0),
             rows.last_sampled_tokens,
             rows.last_sampled_tokens.stride(0),
-            rows.block_table,
-            rows.block_table.stride(0),
             rows.num_blocks,
             num_reqs,
             num_reqs_padded,
@@ -159,7 +158,7 @@ def _loop(
             out.positions[cell] = min(position, max_model_len - 1) if has_block else 0
             out.slot_mapping[cell] = PAD_SLOT_ID
             if position < capacity:
-                block = int(rows.block_table[row, position // block_size])
+                block = int(step.block_table[i, position // block_size])
                 out.slot_mapping[cell] = block * block_size + position % block_size
     for token in range(int(step.query_start_loc[num_reqs]), num_tokens_padded):
         out.context_slot_mapping[token] = PAD_SLOT_ID
@@ -202,8 +201,8 @@ def _torch(
     capacity = (rows.num_blocks[row] * block_size).clamp(max=max_model_len).mul(has_block)
     position = start.unsqueeze(1) + torch.arange(num_query, device=start.device)
     stored = position < capacity.unsqueeze(1)
-    block = (position // block_size).clamp_(0, rows.block_table.shape[1] - 1)
-    slot = rows.block_table[row.unsqueeze(1), block].long() * block_size + position % block_size
+    block = (position // block_size).clamp_(0, step.block_table.shape[1] - 1)
+    slot = step.block_table[:num_reqs].gather(1, block).long() * block_size + position % block_size
     slots[:num_reqs] = slot.masked_fill(~stored, PAD_SLOT_ID)
     positions[:num_reqs] = position.clamp(max=max_model_len - 1).mul(has_block.unsqueeze(1))
     anchor = rows.last_sampled_tokens[row, 0].to(torch.int32)
@@ -224,10 +223,10 @@ def _prepare_draft_inputs_kernel(
     slot_mapping_ptr,
     num_sampled_ptr,
     num_rejected_ptr,
-    last_sampled_ptr,
-    last_sampled_stride,
     block_table_ptr,
     block_table_stride,
+    last_sampled_ptr,
+    last_sampled_stride,
     num_blocks_ptr,
     num_reqs,
     num_reqs_padded,
@@ -273,7 +272,9 @@ def _prepare_draft_inputs_kernel(
     shown = tl.where(has_block, tl.minimum(position, max_model_len - 1), 0)
     tl.store(draft_positions_ptr + cell, shown, mask=inside)
     stored = inside & (position < capacity)
-    block = tl.load(block_table_ptr + row * block_table_stride + position // BLOCK_SIZE, mask=stored, other=0)
+    block = tl.load(
+        block_table_ptr + req.to(tl.int64) * block_table_stride + position // BLOCK_SIZE, mask=stored, other=0
+    )
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(draft_slot_mapping_ptr + cell, tl.where(stored, slot, PAD), mask=inside)
     seq_len = tl.where(has_block, tl.minimum(start + NUM_QUERY, capacity), 0)

@@ -20,9 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import Purpose, apply_temperature, gumbel_sample
 from kernels.draft_inputs import DraftInputs
-from kernels.rejection import draft_noise_positions
 
 from ..attention import allocate_kv_cache
 from ..models.decoder import CausalLM, DecoderLayer
@@ -35,17 +33,8 @@ from .config import DSparkConfig
 from .heads import confidence_logits, markov_bias, markov_embedding, markov_latent
 
 ComputeLogits = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class DraftSampling:
-    """How drafts are drawn. Without one every draft is the most likely token."""
-
-    # [r] i32: batch position -> state row
-    idx_mapping: Tensor
-    # [R] f32, 0 = greedy; [R] i64
-    temperature: Tensor
-    seeds: Tensor
+Draw = Callable[[int, Tensor, Tensor], Tensor]
+"""A draft's token ids i64 [r] from (its number, logits f32 [r, V] that may be changed, i64 [r] where it will stand)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +45,6 @@ class Drafts:
     tokens: Tensor
     # [r, k] f32, before the sigmoid; None without a confidence head
     confidence_logits: Tensor | None
-    # [r, k, V] f32: what the drafts were drawn from, behind the temperature; None where none was drawn
-    logits: Tensor | None
 
 
 class DSparkDrafter:
@@ -132,9 +119,7 @@ class DSparkDrafter:
         return self.norm(x).view(r, query, -1)
 
     @torch.inference_mode()
-    def propose(
-        self, hidden: Tensor, anchors: Tensor, positions: Tensor, k: int, sampling: DraftSampling | None = None
-    ) -> Drafts:
+    def propose(self, hidden: Tensor, anchors: Tensor, positions: Tensor, k: int, draw: Draw | None = None) -> Drafts:
         """The sequential part: k drafts for each block, each with the bias that the token before it gives.
 
         Args:
@@ -142,12 +127,12 @@ class DSparkDrafter:
             anchors: i64 [r], token ids.
             positions: i64 [r, Q], of the block: draft i will stand at positions[:, i] + 1.
             k: 1 to block_size; fewer are the first k of the whole block's.
-            sampling: None for the most likely tokens.
+            draw: None for the most likely tokens.
         """
         r = hidden.shape[0]
         base = self.compute_logits(hidden[:, :k].reshape(r * k, -1)).view(r, k, -1)
         previous, state = anchors, None
-        tokens, confidences, logits = [], [], []
+        tokens, confidences = [], []
         for i in range(k):
             h, e, row = hidden[:, i], None, base[:, i]
             if self.config.markov_rank:
@@ -156,22 +141,9 @@ class DSparkDrafter:
                 row = row + markov_bias(self.heads, latent)
             if self.config.enable_confidence_head:
                 confidences.append(confidence_logits(self.config, self.heads, h, e).float())
-            if sampling is None:
-                previous = row.argmax(-1)
-            else:
-                row = row.contiguous()
-                apply_temperature(row, sampling.idx_mapping, sampling.temperature, form=self.form)
-                previous = gumbel_sample(
-                    row, sampling.idx_mapping, sampling.temperature, sampling.seeds,
-                    draft_noise_positions(positions[:, i] + 1, i), purpose=Purpose.DRAFT, form=self.form,
-                )  # fmt: skip
-                logits.append(row)
+            previous = row.argmax(-1) if draw is None else draw(i, row.contiguous(), positions[:, i] + 1)
             tokens.append(previous)
-        return Drafts(
-            torch.stack(tokens, 1),
-            torch.stack(confidences, 1) if confidences else None,
-            torch.stack(logits, 1) if logits else None,
-        )
+        return Drafts(torch.stack(tokens, 1), torch.stack(confidences, 1) if confidences else None)
 
     def _fuse_context_projections(self) -> Linear:
         """One product for the context's keys and values of all layers: rows [K of all layers, V of all layers]."""

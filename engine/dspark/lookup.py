@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kernels.dispatch import check_tensors
 
-NO_DRAFT = -1
-"""Where there is nothing to propose; the rejection rule ends a request's drafts there."""
+from ..spec_decode.interface import NO_DRAFT
 
 
 def check_lookup(k: int, min_ngram: int, max_ngram: int, window: int) -> None:

@@ -65,6 +65,7 @@ def random_step(seed: int, num_reqs: int, num_drafts: int) -> tuple[VerifiedStep
         torch.tensor(slots + stale, dtype=torch.int64),
         torch.tensor(sampled, dtype=torch.int32),
         torch.tensor(rejected, dtype=torch.int32),
+        table[rows.long()],
     )
     tokens = torch.randint(0, 900, (max_reqs, 1), generator=g)
     sizes = {
@@ -75,7 +76,7 @@ def random_step(seed: int, num_reqs: int, num_drafts: int) -> tuple[VerifiedStep
         "num_reqs_padded": num_reqs + number(0, 2),
         "num_tokens_padded": padded,
     }
-    return step, DraftRows(tokens, table, num_blocks), sizes
+    return step, DraftRows(tokens, num_blocks), sizes
 
 
 @given(seed=st.integers(0, 2**31), num_reqs=st.integers(0, 5), num_drafts=st.integers(0, 7))
@@ -108,8 +109,9 @@ def test_a_batch_by_hand(form: str) -> None:
         torch.tensor([41, 42, 43, 20, 21, 14, 88, 88]),
         i32(2, 0, 1),
         i32(1, 0, 0),
+        i32(8, 9, 10, 5, 0, 0, 3, 0, 0).view(3, 3),
     )
-    rows = DraftRows(torch.tensor([[5], [6], [7]]), i32(5, 0, 0, 3, 0, 0, 8, 9, 10).view(3, 3), i32(1, 2, 3))
+    rows = DraftRows(torch.tensor([[5], [6], [7]]), i32(1, 2, 3))
     out = buffers(16, 4, 8)
     sizes = {"block_size": 4, "max_model_len": 12, "mask_token_id": MASK, "num_reqs_padded": 4, "num_tokens_padded": 8}
     prepare_draft_inputs(out, step, rows, num_query=4, **sizes, form=form)
@@ -127,9 +129,15 @@ def test_a_batch_by_hand(form: str) -> None:
 def test_padding_of_a_captured_batch_has_no_block(form: str) -> None:
     """Rows of a captured batch whose request isn't there have a sample and no tokens."""
     step = VerifiedStep(
-        i32(0, 1, 1), i32(0, 1, 1, 1), torch.tensor([5, 0, 0]), torch.tensor([5, 1, 1]), i32(1, 1, 1), i32(0, 0, 0)
+        i32(0, 1, 1),
+        i32(0, 1, 1, 1),
+        torch.tensor([5, 0, 0]),
+        torch.tensor([5, 1, 1]),
+        i32(1, 1, 1),
+        i32(0, 0, 0),
+        torch.ones(3, 4, dtype=torch.int32),
     )
-    rows = DraftRows(torch.tensor([[3], [0]]), torch.ones(2, 4, dtype=torch.int32), i32(4, 0))
+    rows = DraftRows(torch.tensor([[3], [0]]), i32(4, 0))
     out = buffers(6, 3, 3)
     sizes = {"block_size": 4, "max_model_len": 16, "mask_token_id": MASK, "num_reqs_padded": 3, "num_tokens_padded": 3}
     prepare_draft_inputs(out, step, rows, num_query=2, **sizes, form=form)
@@ -147,7 +155,7 @@ def test_every_slot_is_the_requests_own_and_behind_its_valid_tokens(seed: int) -
     query, size = sizes["num_query"], sizes["block_size"]
     for i, row in enumerate(step.idx_mapping.tolist()):
         begin, end = int(step.query_start_loc[i]), int(step.query_start_loc[i + 1])
-        owned = {int(block) for block in rows.block_table[row, : int(rows.num_blocks[row])]}
+        owned = {int(block) for block in step.block_table[i, : int(rows.num_blocks[row])]}
         for cell in range(i * query, (i + 1) * query):
             slot, position = int(out.slot_mapping[cell]), int(out.positions[cell])
             if slot != PAD_SLOT_ID:

@@ -1,19 +1,23 @@
-"""Speculative rounds over the paged cache, by the drafter and kernel 32 alone: what a runner does, step by step."""
+"""Speculative rounds over the paged cache, by target and decoder alone: what a runner does, step by step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from engine.attention import AttentionMetadata, allocate_kv_cache
 from engine.dspark import DSparkConfig, Weights
-from engine.dspark.drafter import Drafts, DraftSampling, DSparkDrafter
+from engine.dspark.calibration import Calibration
+from engine.dspark.decoder import DSparkDecoder
+from engine.dspark.drafter import Drafts, Draw, DSparkDrafter
 from engine.dspark.target import forward_with_hidden
 from engine.models import CausalLM
-from kernels.draft_inputs import DraftInputs, DraftRows, VerifiedStep, prepare_draft_inputs
+from engine.spec_decode import DraftSampler, FinishedStep, RowTables
+from kernels.draft_inputs import DraftInputs
 
-BLOCK_SIZE, MAX_LEN = 4, 96
+BLOCK_SIZE, MAX_LEN, ROWS = 4, 96, 6
 
 
 @dataclass
@@ -22,26 +26,55 @@ class Request:
     blocks: list[int]
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
+    row: int = 0
+    temperature: float = 0.0
+
+
+class RecordingDrafter(DSparkDrafter):
+    """Keeps what its last block was."""
+
+    inputs: DraftInputs
+    hidden: Tensor
+    drafts: Drafts
+
+    def backbone(self, inputs: DraftInputs, block_table: Tensor, kv_cache: Tensor, max_seq_len: int) -> Tensor:
+        self.inputs, self.hidden = inputs, super().backbone(inputs, block_table, kv_cache, max_seq_len)
+        return self.hidden
+
+    def propose(self, hidden: Tensor, anchors: Tensor, positions: Tensor, k: int, draw: Draw | None = None) -> Drafts:
+        self.drafts = super().propose(hidden, anchors, positions, k, draw)
+        return self.drafts
 
 
 class PagedLoop:
     """Greedy decoding of some requests; a step verifies the drafts of the one before it and drafts anew."""
 
     def __init__(
-        self, target: CausalLM, config: DSparkConfig, weights: Weights, form: str = "torch", num_blocks: int = 120
+        self,
+        target: CausalLM,
+        config: DSparkConfig,
+        weights: Weights,
+        form: str = "torch",
+        k: int | None = None,
+        method: str = "greedy",
+        calibration: Calibration | None = None,
     ) -> None:
-        self.target, self.config, self.form = target, config, form
-        self.drafter = DSparkDrafter(config, weights, target, form)
-        self.target_cache = allocate_kv_cache(target.config, num_blocks, BLOCK_SIZE, target.dtype, target.device)
-        self.draft_cache = self.drafter.allocate_kv_cache(num_blocks, BLOCK_SIZE)
-        self.last_inputs: DraftInputs | None = None
+        self.target, self.config = target, config
+        self.drafter = RecordingDrafter(config, weights, target, form)
+        k = k or config.block_size
+        sampler = DraftSampler(method, ROWS, k, target.config.vocab_size, target.device, form)
+        self.decoder = DSparkDecoder(
+            self.drafter, k, sampler, num_rows=ROWS, max_num_tokens=200, max_model_len=MAX_LEN, calibration=calibration
+        )
+        self.target_cache = allocate_kv_cache(target.config, 120, BLOCK_SIZE, target.dtype, target.device)
+        self.decoder.allocate_kv_cache(120, BLOCK_SIZE)
+        assert self.decoder._kv_cache is not None
+        self.draft_cache = self.decoder._kv_cache
         self.last_logits = torch.empty(0)
-        self.last_hidden = torch.empty(0)
+        self.last_step: FinishedStep | None = None
 
-    def step(
-        self, requests: list[Request], chunk: int = 1000, k: int | None = None, sampling: DraftSampling | None = None
-    ) -> Drafts:
-        """One step of all requests; appends what was accepted and sets their next drafts."""
+    def step(self, requests: list[Request], chunk: int = 1000) -> Tensor:
+        """One step of all requests; appends what was accepted and sets their next drafts, i64 [r, k]."""
         counts, ids, positions, slots = [], [], [], []
         for request in requests:
             scheduled = request.tokens[request.computed :][:chunk] + request.drafts
@@ -52,27 +85,32 @@ class PagedLoop:
             slots += [request.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in new]
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor([r.computed + n for r, n in zip(requests, counts, strict=True)], dtype=torch.int32)
-        table = torch.zeros(len(requests), MAX_LEN // BLOCK_SIZE, dtype=torch.int32)
+        # Behind a request's blocks stand ids of somebody else's.
+        table = torch.full((len(requests), MAX_LEN // BLOCK_SIZE), 119, dtype=torch.int32)
         for row, request in enumerate(requests):
             table[row, : len(request.blocks)] = torch.tensor(request.blocks)
         metadata = AttentionMetadata(
             len(requests), len(ids), len(ids), starts, starts.numpy(), seq_lens, seq_lens.numpy(), table,
             torch.tensor(slots), BLOCK_SIZE, max(counts), int(seq_lens.max()), 0,
         )  # fmt: skip
-        flat_positions = torch.tensor(positions)
+        flat_ids, flat_positions = torch.tensor(ids, dtype=torch.int32), torch.tensor(positions)
         last, hidden = forward_with_hidden(
-            self.target, torch.tensor(ids, dtype=torch.int32), flat_positions, metadata, self.target_cache,
-            self.config.target_layer_ids,
-        )  # fmt: skip
-        logits = self.target.compute_logits(last)
-        self.last_logits = logits
-        sampled = self._accept(requests, counts, starts.tolist(), logits)
+            self.target, flat_ids, flat_positions, metadata, self.target_cache, self.decoder.target_layer_ids
+        )
+        self.last_logits = self.target.compute_logits(last)
+        sampled = self._accept(requests, counts, starts.tolist(), self.last_logits)
         rejected = self._settle(requests, counts, sampled)
-        step = VerifiedStep(
-            torch.arange(len(requests), dtype=torch.int32), starts, flat_positions, torch.tensor(slots),
-            torch.tensor(sampled, dtype=torch.int32), rejected,
+        idx_mapping = torch.tensor([request.row for request in requests], dtype=torch.int32)
+        step = FinishedStep(
+            idx_mapping=idx_mapping, input_ids=flat_ids, positions=flat_positions,
+            num_sampled=torch.tensor(sampled, dtype=torch.int32), num_rejected=rejected, metadata=metadata,
+            rows=_tables(requests), hidden_states=hidden,
         )  # fmt: skip
-        return self._draft(requests, step, table, hidden, k or self.config.block_size, sampling)
+        self.last_step = step
+        drafts = self.decoder.propose(step)
+        for request, own in zip(requests, drafts.tolist(), strict=True):
+            request.drafts = [token for token in own if token >= 0]
+        return drafts
 
     def _accept(self, requests: list[Request], counts: list[int], starts: list[int], logits: torch.Tensor) -> list[int]:
         sampled = []
@@ -96,35 +134,12 @@ class PagedLoop:
             request.computed += count - wrong
         return torch.tensor(rejected, dtype=torch.int32)
 
-    def _draft(
-        self,
-        requests: list[Request],
-        step: VerifiedStep,
-        table: torch.Tensor,
-        hidden: torch.Tensor,
-        k: int,
-        sampling: DraftSampling | None,
-    ) -> Drafts:
-        r, query, t = len(requests), self.config.block_size, step.positions.shape[0]
-        inputs = DraftInputs(
-            torch.empty(r * query, dtype=torch.int32),
-            torch.empty(r * query, dtype=torch.int64),
-            torch.empty(r * query, dtype=torch.int64),
-            torch.empty(r, dtype=torch.int32),
-            torch.empty(t, dtype=torch.int64),
-        )
-        anchors = torch.tensor([[request.tokens[-1]] for request in requests])
-        num_blocks = torch.tensor([len(request.blocks) for request in requests], dtype=torch.int32)
-        prepare_draft_inputs(
-            inputs, step, DraftRows(anchors, table, num_blocks), num_query=query, block_size=BLOCK_SIZE,
-            max_model_len=MAX_LEN, mask_token_id=self.config.mask_token_id, num_reqs_padded=r, num_tokens_padded=t,
-            form=self.form,
-        )  # fmt: skip
-        self.drafter.inject_context(hidden, step.positions, inputs.context_slot_mapping, self.draft_cache)
-        max_seq_len = max(request.computed for request in requests) + query + 1
-        self.last_hidden = self.drafter.backbone(inputs, table, self.draft_cache, max_seq_len)
-        drafts = self.drafter.propose(self.last_hidden, anchors[:, 0], inputs.positions.view(r, query), k, sampling)
-        for i, request in enumerate(requests):
-            request.drafts = drafts.tokens[i].tolist() if int(step.num_sampled[i]) else []
-        self.last_inputs = inputs
-        return drafts
+
+def _tables(requests: list[Request]) -> RowTables:
+    last = torch.zeros(ROWS, 1, dtype=torch.int64)
+    num_blocks = torch.zeros(ROWS, dtype=torch.int32)
+    temperature = torch.zeros(ROWS)
+    for request in requests:
+        last[request.row, 0], num_blocks[request.row] = request.tokens[-1], len(request.blocks)
+        temperature[request.row] = request.temperature
+    return RowTables(last, num_blocks, temperature, torch.arange(ROWS, dtype=torch.int64))

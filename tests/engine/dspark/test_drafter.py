@@ -1,15 +1,20 @@
 """The paged form: golden rounds, batches, chunked prompts, shared blocks, rejected tokens, no host wait."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.dspark import DraftConfigError
+from engine.dspark.calibration import Calibration
 from engine.dspark.contiguous import draft_block, draft_hidden
-from engine.dspark.drafter import DraftSampling, DSparkDrafter
+from engine.dspark.decoder import LookupDecoder
+from engine.dspark.drafter import DSparkDrafter
 from engine.dspark.target import prefill_with_hidden
 from engine.models import load_model
+from engine.spec_decode import NO_DRAFT
 from kernels.paged_attention_triton import decode_attention_kernel
 from kernels.triton_support import triton
 from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
@@ -17,13 +22,20 @@ from tests.engine.dspark.paged import BLOCK_SIZE, PagedLoop, Request
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 
-def loop_of(given: Golden, form: str = "torch") -> PagedLoop:
-    return PagedLoop(given.target, given.config, given.weights, form)
+def loop_of(given: Golden, form: str = "torch", **kwargs: object) -> PagedLoop:
+    return PagedLoop(given.target, given.config, given.weights, form, **kwargs)  # type: ignore[arg-type]
+
+
+def confidence_logits(loop: PagedLoop) -> torch.Tensor:
+    """[r, k] of the last block."""
+    logits = loop.drafter.drafts.confidence_logits
+    assert logits is not None
+    return logits
 
 
 def request_of(given: Golden, first_block: int = 1) -> Request:
     # Not in order, and none of them shared.
-    return Request(given.values["prompt"].tolist(), list(range(first_block + 17, first_block, -1)))
+    return Request(given.values["prompt"].tolist(), list(range(first_block + 17, first_block, -1)), row=2)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -37,11 +49,13 @@ def test_golden_rounds(head: str, form: str) -> None:
         assert request.computed == position and request.tokens[position] == int(values["anchor"])
         if i:
             torch.testing.assert_close(loop.last_logits, rounds[i - 1][1]["target_logits"], **TOLERANCE)
-        assert torch.equal(drafts.tokens[0], values["draft_tokens"])
-        base = F.linear(loop.last_hidden[0], given.weights["lm_head.weight"])
+        assert torch.equal(drafts[0], values["draft_tokens"])
+        base = F.linear(loop.drafter.hidden[0], given.weights["lm_head.weight"])
         torch.testing.assert_close(base, values["base_logits"], **TOLERANCE)
-        assert drafts.confidence_logits is not None
-        torch.testing.assert_close(drafts.confidence_logits[0], values["confidence_logits"], **TOLERANCE)
+        torch.testing.assert_close(confidence_logits(loop)[0], values["confidence_logits"], **TOLERANCE)
+        assert loop.decoder.confidences is not None
+        expected = torch.sigmoid(values["confidence_logits"])
+        torch.testing.assert_close(loop.decoder.confidences[request.row], expected, **TOLERANCE)
     if form == "torch":
         loop.step([request])
         assert request.tokens == given.sequence
@@ -54,7 +68,8 @@ def test_a_batch_drafts_like_each_request_alone(head: str, chunk: int) -> None:
     given = golden(head)
     loop = loop_of(given)
     prompts = (given.values["prompt"].tolist(), [5, 9, 200, 31, 7], given.sequence[3:24])
-    requests = [Request(list(p), list(range(1 + 24 * i, 25 + 24 * i))) for i, p in enumerate(prompts)]
+    blocks = [list(range(1 + 24 * i, 25 + 24 * i)) for i in range(3)]
+    requests = [Request(list(p), blocks[i], row=4 - i) for i, p in enumerate(prompts)]
     for _ in range(10):
         drafts = loop.step(requests, chunk)
         for i, request in enumerate(requests):
@@ -71,12 +86,12 @@ def test_a_batch_drafts_like_each_request_alone(head: str, chunk: int) -> None:
                 anchor,
                 position,
             )[0]
-            torch.testing.assert_close(loop.last_hidden[i], hidden[0], **TOLERANCE)
+            torch.testing.assert_close(loop.drafter.hidden[i], hidden[0], **TOLERANCE)
             base = F.linear(hidden, given.weights["lm_head.weight"])
             expected, _, confidences = draft_block(given.config, given.weights, hidden, base, anchor[0])
-            assert torch.equal(drafts.tokens[i], expected[0])
-            assert drafts.confidence_logits is not None and confidences is not None
-            torch.testing.assert_close(drafts.confidence_logits[i], confidences[0], **TOLERANCE)
+            assert torch.equal(drafts[i], expected[0])
+            assert confidences is not None
+            torch.testing.assert_close(confidence_logits(loop)[i], confidences[0], **TOLERANCE)
     assert all(len(request.tokens) > len(prompt) for request, prompt in zip(requests, prompts, strict=True))
 
 
@@ -97,8 +112,8 @@ def test_a_prefix_hit_reads_the_shared_context_and_never_writes_it() -> None:
     fresh = loop_of(given)
     alone = Request(list(other), list(range(1, 24)))
     expected = fresh.step([alone])
-    assert alone.tokens == second.tokens and torch.equal(drafts.tokens, expected.tokens)
-    torch.testing.assert_close(loop.last_hidden, fresh.last_hidden, **TOLERANCE)
+    assert alone.tokens == second.tokens and torch.equal(drafts, expected)
+    torch.testing.assert_close(loop.drafter.hidden, fresh.drafter.hidden, **TOLERANCE)
 
 
 def test_writes_stay_in_the_requests_own_blocks() -> None:
@@ -109,11 +124,15 @@ def test_writes_stay_in_the_requests_own_blocks() -> None:
     prompt = given.values["prompt"].tolist()[:15]
     request = Request(prompt, [3, 4, 5, 6])
     drafts = loop.step([request])
-    assert loop.last_inputs is not None and loop.last_inputs.seq_lens.tolist() == [16]
+    assert loop.drafter.inputs.seq_lens.tolist() == [16]
     untouched = torch.ones(loop.draft_cache.shape[2], dtype=torch.bool)
     untouched[[3, 4, 5, 6]] = False
     assert (loop.draft_cache[:, :, untouched] == 0.5).all()
-    assert torch.isfinite(loop.last_hidden).all() and drafts.tokens.shape == (1, 5)
+    # Only the anchor has a slot: one draft, and no confidence in others.
+    assert torch.isfinite(loop.drafter.hidden).all()
+    assert drafts[0, 0] >= 0 and drafts[0, 1:].tolist() == [NO_DRAFT] * 4
+    assert loop.decoder.confidences is not None
+    assert loop.decoder.confidences[0, 0] > 0 and not loop.decoder.confidences[0, 1:].any()
 
 
 def test_what_was_rejected_leaves_no_trace() -> None:
@@ -127,54 +146,65 @@ def test_what_was_rejected_leaves_no_trace() -> None:
     again = Request(list(request.tokens[:-1]), list(range(1, 20)))
     fresh.step([again])
     assert again.tokens == request.tokens
-    torch.testing.assert_close(loop.last_hidden, fresh.last_hidden, **TOLERANCE)
+    torch.testing.assert_close(loop.drafter.hidden, fresh.drafter.hidden, **TOLERANCE)
+
+
+def test_a_prompt_that_goes_on_has_no_drafts() -> None:
+    given = golden("vanilla")
+    loop = loop_of(given)
+    drafts = loop.step([request_of(given), Request([5, 9, 200], [60, 61, 62], row=1)], chunk=4)
+    assert drafts[0].tolist() == [NO_DRAFT] * 5 and (drafts[1] >= 0).all()
+    assert loop.decoder.confidences is not None
+    assert not loop.decoder.confidences[2].any() and loop.decoder.confidences[1].all()
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_fewer_drafts_are_the_first_of_the_block(k: int) -> None:
     """T13."""
     given = golden("rnn")
-    short, whole = loop_of(given), loop_of(given)
-    some = short.step([request_of(given)], k=k)
-    all_of_them = whole.step([request_of(given)])
-    assert some.tokens.shape == (1, k)
-    assert torch.equal(some.tokens, all_of_them.tokens[:, :k])
-    assert some.confidence_logits is not None and all_of_them.confidence_logits is not None
-    torch.testing.assert_close(some.confidence_logits, all_of_them.confidence_logits[:, :k])
+    short, whole = loop_of(given, k=k), loop_of(given)
+    some, all_of_them = short.step([request_of(given)]), whole.step([request_of(given)])
+    assert some.shape == (1, k) and torch.equal(some, all_of_them[:, :k])
+    torch.testing.assert_close(confidence_logits(short), confidence_logits(whole)[:, :k])
+    assert short.decoder.num_lookahead_tokens == 5
+    for k in (0, 6):
+        with pytest.raises(DraftConfigError, match="possible are 1 to 5"):
+            loop_of(given, k=k or -1)
 
 
-def test_drawn_drafts_follow_their_logits() -> None:
-    """1 500 blocks of one context: the first draft's frequencies are softmax(logits / temperature)."""
-    given = golden("vanilla")
-    loop = loop_of(given)
+def test_calibrated_confidences() -> None:
+    given = golden("rnn")
+    found = Calibration((2.0, 0.5, 1.0, 4.0, 1.0), 1, (), ())
+    loop = loop_of(given, calibration=found)
     loop.step([request_of(given)])
-    num, inputs = 1500, loop.last_inputs
-    assert inputs is not None
-    anchors = torch.full((num,), int(given.rounds()[0][1]["anchor"]))
-    sampling = DraftSampling(
-        torch.arange(num, dtype=torch.int32), torch.full((num,), 3.0), torch.arange(num, dtype=torch.int64)
-    )
-    drafts = loop.drafter.propose(
-        loop.last_hidden.expand(num, -1, -1), anchors, inputs.positions.expand(num, -1), 2, sampling
-    )
-    assert drafts.logits is not None and drafts.logits.shape == (num, 2, 256)
-    expected = given.rounds()[0][1]["draft_logits"][0] / 3.0
-    torch.testing.assert_close(drafts.logits[0, 0], expected, **TOLERANCE)
-    q = expected.softmax(-1)
-    seen = torch.bincount(drafts.tokens[:, 0], minlength=256).float()
-    likely = q * num >= 5
-    chi_square = ((seen - q * num)[likely].square() / (q * num)[likely]).sum()
-    assert chi_square < int(likely.sum()) + 4 * (2 * int(likely.sum())) ** 0.5
-    # The second draft was drawn behind the first: its logits have that token's bias.
-    assert (drafts.logits[:, 1] - drafts.logits[0, 1]).abs().amax(-1).gt(1e-3).any()
+    assert loop.decoder.confidences is not None
+    torch.testing.assert_close(loop.decoder.confidences[2:3], found.probabilities(confidence_logits(loop)))
 
 
-def test_a_greedy_row_in_a_drawn_batch_is_greedy() -> None:
-    given = golden("gated")
-    loop, request = loop_of(given), request_of(given)
-    sampling = DraftSampling(torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.tensor([5], dtype=torch.int64))
-    drafts = loop.step([request], sampling=sampling)
-    assert torch.equal(drafts.tokens[0], given.rounds()[0][1]["draft_tokens"])
+def test_drawn_drafts_keep_what_they_were_drawn_from() -> None:
+    """By row, behind the temperature; a greedy request's are the most likely ones."""
+    given = golden("vanilla")
+    loop = loop_of(given, method="probabilistic")
+    warm, greedy = request_of(given), Request(given.values["prompt"].tolist(), list(range(40, 60)), row=5)
+    warm.temperature = 3.0
+    drafts = loop.step([warm, greedy])
+    logits, values = loop.decoder.draft_logits, given.rounds()[0][1]
+    assert logits is not None
+    torch.testing.assert_close(logits[2, 0], values["draft_logits"][0] / 3.0, **TOLERANCE)
+    torch.testing.assert_close(logits[5], values["draft_logits"], **TOLERANCE)
+    assert torch.equal(drafts[1], values["draft_tokens"])
+    # Each draft got the bias of the one that was drawn before it.
+    w1, w2 = (given.weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+    base = loop.drafter.hidden[0] @ given.weights["lm_head.weight"].T
+    for i in range(1, 5):
+        torch.testing.assert_close(logits[2, i], (base[i] + w2 @ w1[drafts[0, i - 1]]) / 3.0, **TOLERANCE)
+    again = loop_of(given, method="probabilistic")
+    assert torch.equal(again.step([greedy_copy(warm)])[0], drafts[0])
+
+
+def greedy_copy(request: Request) -> Request:
+    """The request before its first step, alone in its batch."""
+    return Request(request.tokens[:17], request.blocks, row=request.row, temperature=request.temperature)
 
 
 def test_embedding_and_head_of_the_target_serve_a_draft_without() -> None:
@@ -189,21 +219,34 @@ def test_embedding_and_head_of_the_target_serve_a_draft_without() -> None:
     torch.testing.assert_close(doubled.compute_logits(hidden), 2 * given.target.compute_logits(hidden))
 
 
-def test_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_no_host_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = golden("rnn")
-    loop, request = loop_of(given), request_of(given)
-    loop.step([request])
-    inputs, t = loop.last_inputs, 3
-    assert inputs is not None
-    table = torch.arange(24, dtype=torch.int32).view(1, 24)
-    hidden, anchors, positions = torch.randn(t, 192), torch.tensor([3]), torch.arange(t)
-    sampling = DraftSampling(torch.zeros(1, dtype=torch.int32), torch.ones(1), torch.tensor([5]))
+    loop = loop_of(given, method=method)
+    expected = loop.step([request_of(given), Request([5, 9, 200], [60, 61, 62], row=1)])
+    assert loop.last_step is not None
     with monkeypatch.context() as patch, NoHostWait("cpu"):
         forbid_waits(patch)
-        loop.drafter.inject_context(hidden, positions, inputs.context_slot_mapping[:t], loop.draft_cache)
-        out = loop.drafter.backbone(inputs, table, loop.draft_cache, 64)
-        loop.drafter.propose(out, anchors, inputs.positions.view(1, 5), 5, sampling)
-        loop.drafter.propose(out, anchors, inputs.positions.view(1, 5), 5)
+        drafts = loop.decoder.propose(loop.last_step)
+    assert torch.equal(drafts, expected)
+
+
+def test_the_draft_without_weights() -> None:
+    """Rows by idx_mapping; nothing in a prompt, nothing past the model's length."""
+    tokens = torch.zeros(4, 12, dtype=torch.int32)
+    tokens[2, :7] = torch.tensor([1, 2, 3, 9, 1, 2, 3])
+    tokens[0, :6] = torch.tensor([4, 5, 4, 5, 4, 5])
+    tokens[3, :11] = torch.tensor([6, 7, 8, 6, 7, 8, 6, 7, 8, 6, 7])
+    step = SimpleNamespace(
+        idx_mapping=torch.tensor([2, 0, 3], dtype=torch.int32),
+        num_sampled=torch.tensor([1, 0, 2], dtype=torch.int32),
+        rows=SimpleNamespace(all_token_ids=tokens, total_len=torch.tensor([6, 0, 7, 11], dtype=torch.int32)),
+    )
+    decoder = LookupDecoder(3, max_model_len=12)
+    assert decoder.propose(step).tolist() == [[9, 1, 2], [-1, -1, -1], [8, -1, -1]]  # type: ignore[arg-type]
+    assert decoder.draft_logits is None and decoder.kv_bytes_per_token() == 0
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        LookupDecoder(0, 12)
 
 
 def test_half_precision() -> None:
@@ -213,9 +256,8 @@ def test_half_precision() -> None:
         ROOT / "rnn" / "target", dtype=torch.bfloat16, device=torch.device("cpu"), skip_tokenizer_init=True
     ).model
     whole, request = loop_of(given), request_of(given)
-    expected = whole.step([request])
-    prompt, inputs = given.values["prompt"].tolist(), whole.last_inputs
-    assert inputs is not None
+    whole.step([request])
+    prompt, inputs = given.values["prompt"].tolist(), whole.drafter.inputs
     _, chosen = prefill_with_hidden(given.target, [prompt], given.config.target_layer_ids)
     drafter = DSparkDrafter(given.config, given.weights, half)
     cache, table = drafter.allocate_kv_cache(120, BLOCK_SIZE), torch.tensor([request.blocks], dtype=torch.int32)
@@ -224,11 +266,10 @@ def test_half_precision() -> None:
     hidden = drafter.backbone(inputs, table, cache, 40)
     drafts = drafter.propose(hidden, inputs.input_ids[:1].long(), inputs.positions.view(1, 5), 5)
     assert cache.dtype == hidden.dtype == torch.bfloat16
-    error = (hidden.float() - whole.last_hidden).norm(dim=-1)
-    assert (error < 0.1 * whole.last_hidden.norm(dim=-1)).all()
-    assert drafts.confidence_logits is not None and expected.confidence_logits is not None
-    assert drafts.confidence_logits.dtype == torch.float32
-    assert (drafts.confidence_logits - expected.confidence_logits)[0, 0].abs() < 0.5
+    error = (hidden.float() - whole.drafter.hidden).norm(dim=-1)
+    assert (error < 0.1 * whole.drafter.hidden.norm(dim=-1)).all()
+    assert drafts.confidence_logits is not None and drafts.confidence_logits.dtype == torch.float32
+    assert (drafts.confidence_logits - confidence_logits(whole))[0, 0].abs() < 0.5
 
 
 def test_the_decode_kernel_compiles_for_a_whole_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

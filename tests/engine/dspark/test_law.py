@@ -5,19 +5,22 @@ requests does.
 """
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine.dspark.drafter import Drafts, DraftSampling
 from engine.dspark.schedule import early_stop_lengths, fixed_lengths, survival, threshold_lengths, top_budget_lengths
 from engine.dspark.target import prefill_with_hidden
+from engine.spec_decode import DraftSampler
 from kernels.rejection import DraftedBatch, rejection_sample
 from tests.engine.dspark.golden import golden
 from tests.engine.dspark.paged import PagedLoop, Request
 
 REQUESTS, BATCHES, K, TEMPERATURE = 10_000, 10, 2, 2.5
+WARM, ROWS = torch.full((REQUESTS,), TEMPERATURE), torch.arange(REQUESTS, dtype=torch.int32)
 Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -38,41 +41,45 @@ def context() -> tuple[PagedLoop, torch.Tensor, torch.Tensor]:
     return loop, logits[0, 0] / TEMPERATURE, logits[:, 1] / TEMPERATURE
 
 
+@dataclass
+class Batch:
+    """Drafts i64 [requests, K], what they were drawn from, their confidences before the sigmoid, and the seeds."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    confidences: torch.Tensor
+    seeds: torch.Tensor
+
+
 @cache
-def draft(batch: int) -> tuple[Drafts, DraftSampling, torch.Tensor]:
-    """Drafts of one batch, and the block's positions."""
+def draft(batch: int) -> Batch:
     loop, _, _ = context()
-    assert loop.last_inputs is not None
-    inputs = loop.last_inputs
-    sampling = DraftSampling(
-        torch.arange(REQUESTS, dtype=torch.int32),
-        torch.full((REQUESTS,), TEMPERATURE),
-        torch.arange(REQUESTS) + 1_000_003 * batch,
-    )
-    hidden = loop.last_hidden.expand(REQUESTS, -1, -1)
+    rows = SimpleNamespace(temperature=WARM, seeds=torch.arange(REQUESTS) + 1_000_003 * batch)
+    step = SimpleNamespace(idx_mapping=ROWS, rows=rows)
+    sampler = DraftSampler("probabilistic", REQUESTS, K, loop.target.config.vocab_size, torch.device("cpu"), "torch")
+    hidden, inputs = loop.drafter.hidden.expand(REQUESTS, -1, -1), loop.drafter.inputs
     anchors = inputs.input_ids[:1].long().expand(REQUESTS)
-    return (
-        loop.drafter.propose(hidden, anchors, inputs.positions.expand(REQUESTS, -1), K, sampling),
-        sampling,
-        inputs.positions,
-    )
+    positions = inputs.positions.expand(REQUESTS, -1)
+    found = loop.drafter.propose(hidden, anchors, positions, K, partial(sampler.draw, step))
+    assert found.confidence_logits is not None and sampler.logits is not None
+    return Batch(found.tokens, sampler.logits, found.confidence_logits, rows.seeds)
 
 
 def output_of(schedule: Schedule, method: str, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """First output tokens [requests], and second ones, -1 where the round gave one token only."""
     _, first_logits, second_logits = context()
-    drafts, sampling, positions = draft(batch)
-    assert drafts.logits is not None and drafts.confidence_logits is not None
-    lengths = schedule(torch.sigmoid(drafts.confidence_logits))
+    loop, _, _ = context()
+    drafts = draft(batch)
+    lengths = schedule(torch.sigmoid(drafts.confidences))
     cu = torch.cat((torch.zeros(1, dtype=torch.int32), (lengths + 1).cumsum(0, dtype=torch.int32)))
     kept = torch.arange(K + 1) <= lengths.unsqueeze(1)
     ids = torch.cat((torch.zeros(REQUESTS, 1, dtype=torch.int64), drafts.tokens), 1)
     # Behind two accepted drafts comes a bonus token that this test doesn't look at.
     target = torch.zeros(REQUESTS, K + 1, first_logits.shape[0])
     target[:, 0], target[:, 1] = first_logits, second_logits[drafts.tokens[:, 0]]
-    places = positions[: K + 1].expand(REQUESTS, -1) + 1
-    judged = DraftedBatch(sampling.idx_mapping, cu, ids[kept], places[kept], K)
-    out = rejection_sample(target[kept], drafts.logits, judged, sampling.temperature, sampling.seeds, method=method)
+    places = loop.drafter.inputs.positions[: K + 1].expand(REQUESTS, -1) + 1
+    judged = DraftedBatch(ROWS, cu, ids[kept], places[kept], K)
+    out = rejection_sample(target[kept], drafts.logits, judged, WARM, drafts.seeds, method=method)
     second = torch.where(out.num_sampled > 1, out.sampled[:, 1], -1)
     return out.sampled[:, 0], second
 
@@ -102,9 +109,7 @@ def deviations(schedule: Schedule, method: str) -> tuple[float, float]:
 
 
 def median_confidence() -> float:
-    drafts, _, _ = draft(0)
-    assert drafts.confidence_logits is not None
-    return float(torch.sigmoid(drafts.confidence_logits)[:, 1].median())
+    return float(torch.sigmoid(draft(0).confidences)[:, 1].median())
 
 
 # A token more costs a 36th of what a step of REQUESTS costs: worth it for the better second drafts alone.
@@ -126,9 +131,7 @@ def test_every_schedule_gives_the_targets_law(name: str, method: str) -> None:
 
 
 def test_the_schedules_here_do_decide_something() -> None:
-    drafts, _, _ = draft(0)
-    assert drafts.confidence_logits is not None
-    confidences = torch.sigmoid(drafts.confidence_logits)
+    confidences = torch.sigmoid(draft(0).confidences)
     assert confidences[:, 1].unique().numel() > 20
     for name in ("threshold", "early stop", "budgeted"):
         assert SCHEDULES[name](confidences).unique().numel() > 1, name

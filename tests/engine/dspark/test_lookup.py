@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.dspark.lookup import NO_DRAFT, lookup_drafts, lookup_loop
+from engine.dspark.lookup import lookup_drafts, lookup_loop
+from engine.spec_decode import NO_DRAFT
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 
