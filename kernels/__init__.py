@@ -35,6 +35,7 @@ from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
 from kernels.prompt_logprobs import prompt_logprobs_token_ids
 from kernels.rejection import DraftedBatch, RejectionOutput, draft_noise_positions, rejection_sample
 from kernels.rms_norm import add_rms_norm
+from kernels.shift_inputs import ShiftedInputs, shift_inputs
 from kernels.silu_mul import silu_mul
 from kernels.slot_mappings import PAD_SLOT_ID, compute_slot_mappings
 from kernels.staged_write import apply_write
@@ -55,6 +56,7 @@ __all__ = [
     "PenaltyTables",
     "Purpose",
     "RejectionOutput",
+    "ShiftedInputs",
     "add_rms_norm",
     "apply_bad_words",
     "apply_grammar_bitmask",
@@ -84,6 +86,7 @@ __all__ = [
     "rejection_sample",
     "resolve_form",
     "sample_top_k_top_p",
+    "shift_inputs",
     "silu_mul",
     "small_linear",
     "store_kv",

@@ -41,7 +41,7 @@ def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int)
         except ModelConfigError as error:
             raise ConfigError(f"speculative_config model={spec.model!r}: {error}") from None
         sampler = DraftSampler(method, num_rows, 1, vocab_size, device, form)
-        return MtpDecoder(MtpHead(head_config, weights, target.model), sampler, max_len)
+        return MtpDecoder(MtpHead(head_config, weights, target.model), sampler, max_len, form)
     count = spec.num_speculative_tokens
     assert count is not None, "checked when the config was made"
     if spec.method == "ngram":

@@ -13,6 +13,8 @@ from typing import cast
 
 import torch
 
+from kernels import ShiftedInputs, shift_inputs
+
 from ..attention import allocate_kv_cache, kv_bytes_per_token
 from ..models.config import ModelConfig
 from ..models.decoder import CausalLM, DecoderLayer
@@ -46,14 +48,12 @@ class MtpHead:
             assert view is not None
             view.copy_(tensor)
 
-    def forward(
-        self, step: FinishedStep, token_ids: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
-    ) -> torch.Tensor:
-        """[t, d] behind the last norm; `token_ids` i64 [t] follow the step's tokens, `slots` i64 [t]."""
+    def forward(self, step: FinishedStep, inputs: ShiftedInputs, cache: torch.Tensor) -> torch.Tensor:
+        """[t, d] behind the last norm, padding included."""
         assert step.hidden_states is not None, "an MTP head needs the target's hidden states"
-        t = token_ids.shape[0]
-        metadata = replace(step.metadata, slot_mapping=slots, num_tokens_padded=t)
-        parts = (self.enorm(self.embed_tokens(token_ids)), self.hnorm(step.hidden_states[:t]))
+        t = inputs.token_ids.shape[0]
+        metadata = replace(step.metadata, slot_mapping=inputs.slot_mapping, num_tokens_padded=t)
+        parts = (self.enorm(self.embed_tokens(inputs.token_ids)), self.hnorm(step.hidden_states[:t]))
         attention = self.target.triton_attention or self.target.attention
         plan = attention.prepare(metadata, cache)
         rope = self.rotary_emb(step.positions[:t])
@@ -67,8 +67,9 @@ class MtpDecoder(SpecDecoder):
 
     needs_hidden_states = True
 
-    def __init__(self, head: MtpHead, sampler: DraftSampler, max_model_len: int) -> None:
+    def __init__(self, head: MtpHead, sampler: DraftSampler, max_model_len: int, form: str = "auto") -> None:
         super().__init__(num_drafts=1)
+        self._form = form
         self._head = head
         self._sampler = sampler
         self._max_model_len = max_model_len
@@ -88,22 +89,14 @@ class MtpDecoder(SpecDecoder):
     @torch.inference_mode()
     def propose(self, step: FinishedStep) -> torch.Tensor:
         assert self._kv_cache is not None, "propose: allocate_kv_cache comes first"
-        rows, metadata, r = step.rows, step.metadata, step.metadata.num_reqs
+        rows, metadata = step.rows, step.metadata
         assert rows.next_prefill_tokens is not None
-        t = metadata.num_tokens
-        has_token = step.num_sampled > 0
-        starts = metadata.query_start_loc[: r + 1].long()
-        last = starts[1:] - 1 - step.num_rejected
-        flat = torch.arange(t, device=starts.device)
-        request = torch.searchsorted(starts[1:], flat, right=True).clamp_(max=r - 1)
-        state = step.idx_mapping.clamp(min=0).long()
-        new = torch.where(has_token, rows.last_sampled_tokens[state, 0], rows.next_prefill_tokens[state].long())
-        # Places behind the last valid one write nothing, and nothing is read of them.
-        following = step.input_ids[(flat + 1).clamp_(max=t - 1)].clamp(min=0).long()
-        following = torch.where(flat == last[request], new[request], following)
-        slots = torch.where(flat <= last[request], metadata.slot_mapping[:t], -1)
-        hidden = self._head.forward(step, following, slots, self._kv_cache)
-        position = step.positions[last] + 2
-        logits = self._head.target.compute_logits(hidden[last])
+        inputs = shift_inputs(
+            step.idx_mapping, metadata.query_start_loc, step.input_ids, metadata.slot_mapping, rows.last_sampled_tokens,
+            rows.next_prefill_tokens, step.num_sampled, step.num_rejected, metadata.num_tokens_padded, form=self._form,
+        )  # fmt: skip
+        hidden = self._head.forward(step, inputs, self._kv_cache)
+        position = step.positions[inputs.last_indices] + 2
+        logits = self._head.target.compute_logits(hidden[inputs.last_indices])
         draft = self._sampler.draw(step, 0, logits, position)
-        return torch.where(has_token & (position < self._max_model_len), draft, NO_DRAFT).unsqueeze(1)
+        return torch.where((step.num_sampled > 0) & (position < self._max_model_len), draft, NO_DRAFT).unsqueeze(1)
