@@ -31,7 +31,8 @@ def batch(seed: int, num_reqs: int, longest: int = 6, max_reqs: int = 7) -> tupl
     sampled = [0 if inside else n - k for n, k, inside in zip(counts, rejected, inside_prompt, strict=True)]
     return (
         rows, starts, dice.numbers(0, 99, size + 2).int(), dice.numbers(0, 999, size + 2),
-        dice.numbers(0, 99, max_reqs, 1), dice.numbers(0, 99, max_reqs).int(), torch.tensor(sampled).int(), torch.tensor(rejected).int(),
+        dice.numbers(0, 99, max_reqs, 1), dice.numbers(0, 99, max_reqs).int(), torch.tensor(sampled).int(),
+        torch.tensor(rejected).int(),
     ), size  # fmt: skip
 
 
