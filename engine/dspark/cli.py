@@ -88,6 +88,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Makes the data where there is none yet, then trains."""
     import torch
 
+    from .card import write_card
+    from .data import Sequences
     from .design import draft_config_for
     from .hidden_states import HiddenStates
     from .training import STATE_DIRECTORY, Trainer, TrainingSettings, train
@@ -120,9 +122,12 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"taking up {out} behind step {trainer.step_number}")
     begin = time.monotonic()
     report = train(trainer, out, dtype=getattr(torch, arguments.save_dtype), save_every=arguments.save_every)
+    seconds = time.monotonic() - begin
     if report is not None:
+        made = Sequences.load(state / SEQUENCES)[1]
+        write_card(out, config, settings, made, int(sequences.lengths.sum()), report, seconds, arguments.save_dtype)
         rates = " ".join(f"{rate:.3f}" for rate in report.accept_rate)
-        print(f"{settings.steps} steps, {time.monotonic() - begin:.0f} s: loss {report.loss:.4f}, tau {report.tau:.3f}")
+        print(f"{settings.steps} steps, {seconds:.0f} s: loss {report.loss:.4f}, tau {report.tau:.3f}")
         print(f"chance of acceptance by slot: {rates}")
     size = (out / "model.safetensors").stat().st_size
     print(f"{out}: {size / 2**20:.2f} MiB. Next: runnerscope dspark calibrate {out}, runnerscope dspark eval {out}")

@@ -23,10 +23,12 @@ _ROWS, _PRESENT, _ABOUT = "hidden.bin", "hidden.present", "hidden.json"
 
 
 class HiddenStates:
-    """Args:
-    directory: of the cache files; those of other sequences, layers or weights are overwritten.
-    max_bytes: the most that the file may take; 0 for no cache.
-    model_name: goes into the check of whose states the files hold.
+    """Hidden states of some sequences, from disk where they are there.
+
+    Args:
+        directory: of the cache files; those of other sequences, layers or weights are overwritten.
+        max_bytes: the most that the file of rows may take; 0 for no cache.
+        model_name: goes into the check of whose states the files hold.
     """
 
     def __init__(

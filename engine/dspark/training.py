@@ -73,10 +73,15 @@ class TrainingSettings:
 
 
 class Trainer:
-    """Args:
-    target: the model that the draft is for; its weights are read only.
-    config: of the draft; check_target has passed.
-    hidden: of ``sequences``, on the target's device.
+    """A draft in training, and its optimizer.
+
+    Args:
+        target: the model that the draft is for; its weights are only read.
+        hidden: of ``sequences``, on the target's device.
+
+    Raises:
+        DraftConfigError: the draft is not one for the target.
+        TrainingError: there is nothing to train on.
     """
 
     def __init__(

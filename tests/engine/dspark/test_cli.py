@@ -43,7 +43,10 @@ def test_from_nothing_to_measured(tmp_path: Path, model: list[str], capsys: pyte
     config, weights = read_draft(out)
     assert (config.block_size, config.target_layer_ids, config.markov_rank) == (3, (-1, 0), 8)
     assert "embed_tokens.weight" not in weights and str(weights["fc.weight"].dtype) == "torch.bfloat16"
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "training"]
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors", "training"]
+    card = (out / "README.md").read_text()
+    for line in ("| block | 3 |", "| Markov head | vanilla, rank 8 |", "| prompts | self-generated |", "| steps | 4 |"):
+        assert line in card
 
     code, text, error = call(capsys, "train", "--out", str(out), *TRAIN, *SHAPE, *model)
     assert code == 0 and "taking up" in text and "behind step 4" in text, error
