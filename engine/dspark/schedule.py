@@ -147,6 +147,37 @@ def choose_budget(
     return best
 
 
+class Budgets:
+    """The host's half of "budgeted" over time: takes confidences as they arrive, gives budgets for the rounds to come.
+
+    Args:
+        draft_cost: microseconds by requests; verify_cost: by tokens of the step.
+    """
+
+    def __init__(self, draft_cost: CostTable, verify_cost: CostTable) -> None:
+        self.draft_cost, self.verify_cost = draft_cost, verify_cost
+        self._latest: StaleConfidences | None = None
+
+    def observe(self, confidences: StaleConfidences) -> None:
+        """Confidences of a round whose output has arrived; an older round than the latest is ignored."""
+        if self._latest is None or confidences.round > self._latest.round:
+            self._latest = confidences
+
+    def budget(self, current_round: int, num_reqs: int, num_drafts: int) -> int:
+        """B for a round of ``num_reqs`` requests with ``num_drafts`` each; all of them while nothing is known.
+
+        Scaled where the number of requests has changed since.
+
+        Raises:
+            ValueError: what was observed last is of this very round, see `choose_budget`.
+        """
+        available, stale = num_reqs * num_drafts, self._latest
+        if stale is None or not stale.values:
+            return available
+        chosen = choose_budget(stale, current_round, self.draft_cost, self.verify_cost)
+        return min(available, round(chosen * num_reqs / len(stale.values)))
+
+
 def _survival(row: Sequence[float]) -> list[float]:
     product, out = 1.0, []
     for confidence in row:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.dspark.costs import CostTable
 from engine.dspark.schedule import (
+    Budgets,
     StaleConfidences,
     choose_budget,
     early_stop_lengths,
@@ -133,6 +134,20 @@ def test_a_budget_of_the_round_itself_is_refused() -> None:
     for current in (6, 5):
         with pytest.raises(ValueError, match="biases the output: use those of an earlier round"):
             choose_budget(StaleConfidences(6, CASE), current, DRAFT_COST, SLOPED)
+
+
+def test_budgets_follow_the_confidences_that_have_arrived() -> None:
+    budgets = Budgets(DRAFT_COST, SLOPED)
+    assert budgets.budget(0, 3, 3) == 9
+    budgets.observe(StaleConfidences(2, CASE))
+    budgets.observe(StaleConfidences(1, [[0.0] * 3] * 3))
+    assert budgets.budget(3, 3, 3) == 5
+    # Twice the requests, twice the budget; never more than there are drafts.
+    assert budgets.budget(4, 6, 3) == 10 and budgets.budget(4, 6, 1) == 6
+    with pytest.raises(ValueError, match="biases the output"):
+        budgets.budget(2, 3, 3)
+    budgets.observe(StaleConfidences(5, []))
+    assert budgets.budget(6, 2, 3) == 6
 
 
 def test_cost_tables() -> None:
