@@ -172,6 +172,7 @@ class EngineCore:
         yield from self._execute(scheduled)
         if self.in_flight:
             self._deliver()
+            self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
             yield "output"
 
     def _overlapped_step(self) -> Iterator[str]:

@@ -23,8 +23,11 @@ def unsupported_features(config: EngineConfig, use_v2: bool) -> list[str]:
     method = config.speculative_config.method if config.speculative_config else None
     if not use_v2 and method == "dspark":
         problems.append("Speculative method 'dspark' is fused into runner V2's step and does not exist on V1.")
-    if not use_v2 and method == "ngram":
-        problems.append("Speculative method 'ngram' is built into runner V2 alone in this version.")
+    if not use_v2 and method is not None and config.async_scheduling:
+        problems.append(
+            "Runner V1's drafts are made of tokens that have reached the host, so it needs the plain loop: "
+            "async_scheduling=False."
+        )
     if not use_v2 and config.cudagraph_capture_sizes and config.torch_device.type == "cpu":
         problems.append(
             "Runner V1 on a CPU runs every batch at its own size, so cudagraph_capture_sizes has no effect on it."

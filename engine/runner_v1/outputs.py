@@ -25,15 +25,19 @@ class OutputRows:
     num_logprobs: tuple[int | None, ...]
     prompt_logprobs: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By request: the position of the first of the step's prompt logprobs, and k."""
+    num_drafts: tuple[int, ...] = ()
+    """Of each row, in a step that verified some: it has a row of logits more for each."""
 
     def build(self, host: dict[str, torch.Tensor]) -> ModelRunnerOutput:
-        num_sampled = np.ones(len(self.req_ids), dtype=np.int32)
+        drafted = "num_sampled" in host
+        num_sampled = host["num_sampled"].numpy() if drafted else np.ones(len(self.req_ids), dtype=np.int32)
         num_sampled[list(self.discarded)] = 0
         logprobs = None
         if "token_ids" in host:
             token_ids, values, ranks = (host[name].numpy() for name in ("token_ids", "logprobs", "ranks"))
+            first = np.cumsum([0, *(count + 1 for count in self.num_drafts or [0] * len(self.req_ids))]).tolist()
             logprobs = {
-                req_id: [rows_to_dicts(token_ids, values, ranks, row, k)]
+                req_id: [rows_to_dicts(token_ids, values, ranks, first[row] + j, k) for j in range(num_sampled[row])]
                 for row, (req_id, k) in enumerate(zip(self.req_ids, self.num_logprobs, strict=True))
                 if k is not None and row not in self.discarded
             }

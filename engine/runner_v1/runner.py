@@ -33,7 +33,9 @@ from ..streams import Event
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
 from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host, prompt_key
 from .prompt_logprobs import PromptChunk, prompt_chunks
+from .rejection_sampler import RejectionSamplerOutput
 from .sampler import SamplerOutput, sample
+from .speculation import DraftedSampling, make_speculation
 from .step_sampling import make_step_sampling
 from .trace import sample_traced
 
@@ -60,6 +62,12 @@ class StepInputs:
     num_tokens: int
     discarded: frozenset[int]
     metadata: AttentionMetadata
+    drafts: tuple[list[int], ...]
+    """Of each row, the last tokens of its query."""
+
+    @property
+    def num_drafts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.drafts))
 
 
 @dataclass
@@ -67,7 +75,7 @@ class DeviceValues:
     """What a step computes on the device. Written and read by submitted work only."""
 
     hidden: torch.Tensor | None = None
-    output: SamplerOutput | None = None
+    output: SamplerOutput | RejectionSamplerOutput | None = None
     prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
     """By request."""
     trace: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,6 +83,8 @@ class DeviceValues:
     def tensors(self) -> dict[str, torch.Tensor]:
         assert self.output is not None
         tensors = {"sampled": self.output.sampled, **self.trace}
+        if isinstance(self.output, RejectionSamplerOutput):
+            tensors["num_sampled"] = self.output.num_sampled
         if self.output.logprobs is not None:
             tensors |= self.output.logprobs.as_dict()
         for req_id, logprobs in self.prompt_logprobs.items():
@@ -132,6 +142,8 @@ class ModelRunnerV1:
         self.last_inputs: StepInputs | None = None
         self._inputs: StepInputs | None = None
         self._values = DeviceValues()
+        self.speculation = make_speculation(config, device)
+        self._draft_token_ids: dict[str, list[int]] = {}
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.capture()
 
@@ -297,6 +309,9 @@ class ModelRunnerV1:
         batch.block_table.copy_to_gpu(r)  # first, so that the copy runs while the host does the rest
         scheduled = np.array([scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids], dtype=np.int32)
         t = int(scheduled.sum())
+        drafts = tuple(scheduler_output.scheduled_spec_decode_tokens.get(req_id, []) for req_id in req_ids)
+        if self.speculation is not None:
+            self.speculation.write_drafts(batch, drafts)
         req_indices = np.repeat(np.arange(r, dtype=np.int64), scheduled)
         ends = np.cumsum(scheduled)
         query_pos = np.arange(t, dtype=np.int32) - np.repeat(ends - scheduled, scheduled)
@@ -338,7 +353,7 @@ class ModelRunnerV1:
                 scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
             ),
         )
-        self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata)
+        self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata, drafts)
         self._values = DeviceValues()
         self.last_inputs = self._inputs
         if InputsPrepared in self.hooks.wanted:
@@ -422,13 +437,17 @@ class ModelRunnerV1:
         metadata, step = batch.sampling_metadata, make_step_sampling(batch, inputs.discarded, grammar_output)
         assert metadata is not None
         r, query_start_loc = len(inputs.req_ids), self.query_start_loc.gpu
+        drafted = self._drafted_sampling(inputs, grammar_output)
         chunks = prompt_chunks(batch, inputs.query_start_loc_np)
         traced = SamplingTraced in self.hooks.wanted
 
         def run() -> None:
             assert values.hidden is not None
-            logits = self.model.compute_logits(values.hidden[query_start_loc[1 : r + 1].long() - 1])
-            if traced:
+            last = query_start_loc[1 : r + 1].long() - 1 if drafted is None else drafted.spec.logits_indices
+            logits = self.model.compute_logits(values.hidden[last])
+            if drafted is not None:
+                values.output = drafted.sample(logits, self.input_ids.gpu[last], self.generator)
+            elif traced:
                 values.output, values.trace = sample_traced(logits, metadata, step, self.generator)
             else:
                 values.output = sample(logits, metadata, step, self.generator)
@@ -441,10 +460,22 @@ class ModelRunnerV1:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "sample", "torch"))
         num_logprobs = tuple(batch.params[row].logprobs for row in range(r))
         prompt_starts = {chunk.req_id: (chunk.start, chunk.k) for chunk in chunks}
-        rows = OutputRows(inputs.req_ids, inputs.discarded, num_logprobs, prompt_starts)
+        rows = OutputRows(inputs.req_ids, inputs.discarded, num_logprobs, prompt_starts, inputs.num_drafts)
         if self.use_async_scheduling:
             return self._bookkeeping_async(rows, values)
         return self._bookkeeping_sync(rows, values.tensors)
+
+    def _drafted_sampling(self, inputs: StepInputs, grammar_output: GrammarOutput | None) -> DraftedSampling | None:
+        if self.speculation is None or not any(inputs.drafts):
+            return None
+        return self.speculation.sampling(
+            self.input_batch, inputs.query_start_loc_np, inputs.drafts, inputs.discarded, grammar_output
+        )
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """Drafts behind the tokens of the last step, of every request that got some, for the scheduler."""
+        drafts, self._draft_token_ids = self._draft_token_ids, {}
+        return drafts
 
     def _prompt_logprobs(self, hidden: torch.Tensor, chunk: PromptChunk) -> LogprobsTensors:
         rows = hidden[chunk.first : chunk.first + chunk.targets.shape[0]]
@@ -474,6 +505,9 @@ class ModelRunnerV1:
         for row, (req_id, count) in enumerate(zip(output.req_ids, output.num_sampled.tolist(), strict=True)):
             for token in tokens[row][:count]:
                 self._append_token(row, req_id, token)
+        if self.speculation is not None:
+            sampled = {req_id: row for row, req_id in enumerate(rows.req_ids) if row not in rows.discarded}
+            self._draft_token_ids = self.speculation.propose(self.input_batch, sampled)
         return ReadyOutput(output)
 
     def _bookkeeping_async(self, rows: OutputRows, values: DeviceValues) -> AsyncGPUModelRunnerOutput:

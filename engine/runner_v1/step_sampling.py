@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..device import Device
 from ..sample.bad_words import forbidden_next_tokens
 from ..sample.logits_processors import LogitsProcessor, LogitsRows
 from ..sched_output import GrammarOutput
@@ -63,7 +64,7 @@ def make_step_sampling(
     """For the rows as they stand."""
     return StepSampling(
         discarded=discarded,
-        grammar=_grammar(batch, grammar_output) if grammar_output is not None else None,
+        grammar=None if grammar_output is None else grammar_rows(batch.device, batch.req_id_to_index, grammar_output),
         min_tokens=_min_tokens(batch),
         output_token_ids=_output_token_ids(batch) if batch.penalties_reqs else None,
         forbidden=_forbidden(batch) if batch.bad_words_reqs else None,
@@ -71,11 +72,14 @@ def make_step_sampling(
     )
 
 
-def _grammar(batch: InputBatch, grammar_output: GrammarOutput) -> tuple[torch.Tensor, torch.Tensor] | None:
-    rows = [batch.req_id_to_index[req_id] for req_id in grammar_output.structured_output_request_ids]
+def grammar_rows(
+    device: Device, row_of: Mapping[str, int], grammar_output: GrammarOutput
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Rows of the logits i64 [n], by `row_of` each request, and their bitmask i32 [n, ceil(V / 32)]; None if n is 0."""
+    rows = [row_of[req_id] for req_id in grammar_output.structured_output_request_ids]
     if not rows:
         return None
-    send = batch.device.to_device
+    send = device.to_device
     return send(np.array(rows, dtype=np.int64)), send(grammar_output.grammar_bitmask)
 
 

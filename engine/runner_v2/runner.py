@@ -373,6 +373,10 @@ class ModelRunnerV2:
             self._submit(work.propose)
         return output
 
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """None: the drafts stay on the device."""
+        return {}
+
     def _grammar_bitmask(self, batch: InputBatch, grammar: GrammarOutput | None) -> GrammarBitmask | None:
         if grammar is None:
             return None

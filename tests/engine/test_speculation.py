@@ -1,4 +1,4 @@
-"""Drafts on runner V2: the answers are those without, and only sooner, whatever else goes on."""
+"""Drafts on both runners: the answers are those without, and only sooner, whatever else goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from engine import LLM, ConfigError, SamplingParams
 from engine.hooks import Event
 from tests.engine.engine_helpers import (
-    LOOPS,
     TraceRequest,
     both_loops,
     greedy,
@@ -38,6 +37,7 @@ def repeating(length: int, seed: int, period: int = 5) -> list[int]:
 
 
 PROMPTS = [repeating(17, 1), prompt_of(9, 2), repeating(30, 3), prompt_of(4, 4), repeating(12, 5), prompt_of(21, 6)]
+SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "together": {},
     "one row": {"max_num_seqs": 1},
@@ -50,14 +50,15 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("circumstances", CIRCUMSTANCES)
 @pytest.mark.parametrize("k", [1, 4])
-@both_loops
-def test_greedy_answers_are_those_without_drafts(loop: str, k: int, circumstances: str) -> None:
+@pytest.mark.parametrize(("runner", "loop"), SIDES)
+def test_greedy_answers_are_those_without_drafts(runner: str, loop: str, k: int, circumstances: str) -> None:
     trace = [
         TraceRequest(f"r{i}", tuple(prompt), greedy(24 + i), arrival=i % 4) for i, prompt in enumerate(PROMPTS * 2)
     ]
-    with tiny_llm("v2", loop, **ngram(k), **CIRCUMSTANCES[circumstances]) as llm:
+    with tiny_llm(runner, loop, **ngram(k), **CIRCUMSTANCES[circumstances]) as llm:
         result = run_trace(llm, trace)
-        assert llm.core.device.waits.inside_step == {}, "no host wait inside a step"
+        waits = llm.core.device.waits.inside_step
+        assert waits == {} if runner == "v2" else set(waits) == {"sampled tokens"}
     for request in trace:
         assert result.tokens(request.request_id) == reference(request.prompt, request.params)
         metrics = result.outputs[request.request_id].metrics
@@ -69,12 +70,12 @@ def test_greedy_answers_are_those_without_drafts(loop: str, k: int, circumstance
         assert result.num_preemptions > 0
 
 
-@both_loops
-def test_accepted_drafts_save_steps(loop: str) -> None:
+@pytest.mark.parametrize(("runner", "loop"), SIDES)
+def test_accepted_drafts_save_steps(runner: str, loop: str) -> None:
     prompt, params = repeating(20, 7), greedy(40)
     steps = []
     for spec in ({}, ngram(4)):
-        with tiny_llm("v2", loop, **spec) as llm:
+        with tiny_llm(runner, loop, **spec) as llm:
             (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
             assert output.outputs[0].token_ids == reference(prompt, params)
             steps.append(llm.core.step_count)
@@ -84,25 +85,25 @@ def test_accepted_drafts_save_steps(loop: str) -> None:
     assert accepted > 5 and accepted - idle <= steps[0] - steps[1] <= accepted, (steps, output.metrics)
 
 
-@both_loops
+@pytest.mark.parametrize(("runner", "loop"), SIDES)
 @pytest.mark.parametrize("min_tokens", [0, 20])
-def test_an_answer_ends_at_the_same_stop_inside_accepted_drafts(loop: str, min_tokens: int) -> None:
+def test_an_answer_ends_at_the_same_stop_inside_accepted_drafts(runner: str, loop: str, min_tokens: int) -> None:
     prompt = repeating(20, 7)
     whole = reference(prompt, greedy(40))
     for stop in sorted(set(whole)):
         params = greedy(40, stop_token_ids=(stop,), min_tokens=min_tokens)
-        with tiny_llm("v2", loop, **ngram(5)) as llm:
+        with tiny_llm(runner, loop, **ngram(5)) as llm:
             (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
             llm.core.check_integrity()
         assert output.outputs[0].token_ids == reference(prompt, params), stop
 
 
-@both_loops
-def test_logprobs_and_penalties_are_those_without_drafts(loop: str) -> None:
+@pytest.mark.parametrize(("runner", "loop"), SIDES)
+def test_logprobs_and_penalties_are_those_without_drafts(runner: str, loop: str) -> None:
     params = greedy(24, logprobs=3, frequency_penalty=0.4, repetition_penalty=1.1, logit_bias={7: 0.5})
     answers = []
     for spec in ({}, ngram(4)):
-        with tiny_llm("v2", loop, **spec) as llm:
+        with tiny_llm(runner, loop, **spec) as llm:
             answers.append(llm.generate([ids(*prompt) for prompt in PROMPTS], params, use_tqdm=False))
     for plain, drafted in zip(*answers, strict=True):
         one, other = plain.outputs[0], drafted.outputs[0]
@@ -134,7 +135,9 @@ def test_a_request_with_a_grammar_has_no_drafts_and_its_neighbour_has(loop: str,
             SamplingParams(temperature=0, max_tokens=12, structured_outputs={"choice": ["yes", "no"]}),
             SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
         ]
-        constrained, free = llm.generate(["Is ice cold? ", "one two three four five " * 6 + "one two"], params, use_tqdm=False)
+        constrained, free = llm.generate(
+            ["Is ice cold? ", "one two three four five " * 6 + "one two"], params, use_tqdm=False
+        )
     assert constrained.outputs[0].text in ("yes", "no") and constrained.metrics.num_drafts == 0
     assert free.metrics.num_accepted_tokens > 5
 
@@ -175,7 +178,7 @@ def test_any_trace(data: st.DataObject) -> None:
         "block_size": draw(st.sampled_from([1, 3, 4])), "num_gpu_blocks_override": draw(st.integers(65, 90)),
         "enable_prefix_caching": draw(st.booleans()),
     }  # fmt: skip
-    with tiny_llm("v2", draw(st.sampled_from(LOOPS)), **ngram(draw(st.integers(1, 5))), **config) as llm:
+    with tiny_llm(*draw(st.sampled_from(SIDES)), **ngram(draw(st.integers(1, 5))), **config) as llm:
         result = run_trace(llm, requests)
     for request in requests:
         tokens, right = result.tokens(request.request_id), reference(request.prompt, request.params)
@@ -183,7 +186,7 @@ def test_any_trace(data: st.DataObject) -> None:
 
 
 def test_what_no_runner_carries_out_is_refused() -> None:
-    with pytest.raises(ConfigError, match="V2 alone"):
-        make_llm("v1", "plain", **ngram(2))
+    with pytest.raises(ConfigError, match="async_scheduling=False"):
+        make_llm("v1", "overlapped", **ngram(2))
     with pytest.raises(ConfigError, match="not in this version"):
         make_llm("v2", "plain", speculative_config={"method": "mtp"})
