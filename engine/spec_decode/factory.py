@@ -52,4 +52,5 @@ def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int)
         skip_tokenizer_init=config.skip_tokenizer_init,
     )  # fmt: skip
     check_draft_model(draft, target, max_len)
-    return DraftModelDecoder(draft, count, DraftSampler(method, num_rows, count, vocab_size, device, form), max_len)
+    sampler = DraftSampler(method, num_rows, count, vocab_size, device, form)
+    return DraftModelDecoder(draft, count, sampler, max_len, form)
