@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.attention import AttentionMetadata, allocate_kv_cache
+from engine.attention.triton_backend import TritonAttention
 from engine.models import LoadedModel, load_model
 from engine.spec_decode import FinishedStep, RowTables, SpecDecoder
 from kernels import DraftedBatch, rejection_sample
@@ -38,6 +40,20 @@ def greedy_tokens(loaded: LoadedModel, tokens: Sequence[int], count: int) -> lis
         hidden = loaded.model(torch.tensor(result, dtype=torch.int32), positions, metadata, kv_cache)
         result.append(int(loaded.model.compute_logits(hidden[-1:]).argmax()))
     return result[len(tokens) :]
+
+
+@contextmanager
+def as_on_a_gpu(*models: LoadedModel, form: str = "torch") -> Iterator[None]:
+    """The models run in few launches and over the paged backend of a GPU, by another form of its kernels."""
+    try:
+        for loaded in models:
+            c = loaded.config
+            heads = (c.num_attention_heads, c.num_key_value_heads, c.head_dim)
+            loaded.model.triton_attention = TritonAttention(*heads, torch.device("cpu"), form)
+        yield
+    finally:
+        for loaded in models:
+            loaded.model.triton_attention = None
 
 
 @dataclass

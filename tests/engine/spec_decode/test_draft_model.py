@@ -9,7 +9,7 @@ import torch
 
 from engine import ConfigError
 from engine.spec_decode import NO_DRAFT, DraftModelDecoder, DraftSampler, FinishedStep, check_draft_model
-from tests.engine.spec_decode.rounds import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, Rounds, greedy_tokens, model
+from tests.engine.spec_decode.rounds import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, Rounds, as_on_a_gpu, greedy_tokens, model
 from tests.kernels.test_gumbel import chi_square_z
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
@@ -41,6 +41,18 @@ def test_drafts_are_what_the_draft_model_says_and_the_output_what_the_target_say
     for prompt, request in zip(PROMPTS, requests, strict=True):
         output = request.tokens[len(prompt) :]
         assert len(output) >= 5 and output == greedy_tokens(target, prompt, len(output))
+
+
+def test_drafts_over_a_gpus_backend() -> None:
+    draft = model("tiny-qwen3", 2)
+    rounds = Rounds(model(), decoder("tiny-qwen3", 2, 3))
+    requests = [rounds.add(prompt, row) for row, prompt in enumerate(PROMPTS)]
+    for _ in range(6):
+        with as_on_a_gpu(draft):
+            drafts = rounds.step(requests, chunk=4)
+        for request, own in zip(requests, drafts.tolist(), strict=True):
+            if request.num_accepted:
+                assert own == greedy_tokens(draft, request.tokens, 3)
 
 
 def test_a_drafter_that_is_the_target_is_always_right() -> None:

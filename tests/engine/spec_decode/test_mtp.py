@@ -16,7 +16,7 @@ from engine.spec_decode import DraftSampler, FinishedStep
 from engine.spec_decode.mtp import MtpDecoder, MtpHead
 from engine.spec_decode.mtp_checkpoint import Weights, init_weights, mtp_config, read_mtp, write_mtp
 from engine.spec_decode.mtp_training import mtp_hidden, mtp_loss
-from tests.engine.spec_decode.rounds import MAX_LEN, NUM_BLOCKS, Request, Rounds, greedy_tokens, model
+from tests.engine.spec_decode.rounds import MAX_LEN, NUM_BLOCKS, Request, Rounds, as_on_a_gpu, greedy_tokens, model
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 PROMPTS = [[5, 9, 11, 3, 8, 8, 1], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
@@ -74,6 +74,18 @@ def test_the_paged_head_says_what_the_plain_one_says(name: str, chunk: int) -> N
     for prompt, request in zip(PROMPTS, requests, strict=True):
         output = request.tokens[len(prompt) :]
         assert len(output) >= 4 and output == greedy_tokens(model(name), prompt, len(output))
+
+
+def test_the_head_over_a_gpus_backend() -> None:
+    weights = head_weights("tiny-qwen3")
+    rounds = Rounds(model("tiny-qwen3"), decoder("tiny-qwen3", weights))
+    requests = [rounds.add(prompt, row) for row, prompt in enumerate(PROMPTS)]
+    for _ in range(6):
+        with as_on_a_gpu(model("tiny-qwen3")):
+            drafts = rounds.step(requests, chunk=4)
+        for request, own in zip(requests, drafts.tolist(), strict=True):
+            if request.num_accepted:
+                assert own == [plain_draft("tiny-qwen3", weights, request)]
 
 
 def test_accepted_and_rejected_drafts_leave_the_cache_right() -> None:
