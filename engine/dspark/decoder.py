@@ -118,8 +118,9 @@ class DSparkDecoder(SpecDecoder):
         anchors = inputs.input_ids.view(r, query)[:, 0].long()
         draw = None if self._sampler.logits is None else partial(self._sampler.draw, step)
         drafts = self._drafter.propose(hidden, anchors, inputs.positions.view(r, query), self.num_drafts, draw)
-        # Without a slot of its own a query saw a block that ends before it.
-        absent = inputs.slot_mapping.view(r, query)[:, : self.num_drafts] < 0
+        slots, places = (x.view(r, query)[:, : self.num_drafts] for x in (inputs.slot_mapping, inputs.positions))
+        # Without a slot of its own a query saw a block that ends before it; and a draft stands one behind its query.
+        absent = (slots < 0) | (places + 1 >= self._max_model_len)
         self._keep_confidences(step.idx_mapping, drafts.confidence_logits, absent)
         return drafts.tokens.masked_fill(absent, NO_DRAFT)
 
@@ -139,7 +140,7 @@ class DSparkDecoder(SpecDecoder):
 
 
 class LookupDecoder(SpecDecoder):
-    """The draft without weights: `draft="lookup"`. It needs nothing but the tokens, and reserves what it drafts."""
+    """The draft without weights: `draft="lookup"`. It needs nothing but the tokens."""
 
     def __init__(
         self, num_drafts: int, max_model_len: int, *, min_ngram: int = 2, max_ngram: int = 4, window: int = 1024
@@ -148,6 +149,11 @@ class LookupDecoder(SpecDecoder):
         check_lookup(num_drafts, min_ngram, max_ngram, window)
         self._max_model_len = max_model_len
         self._rule = {"min_ngram": min_ngram, "max_ngram": max_ngram, "window": window}
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """It has no KV cache."""
+        return 0
 
     @torch.inference_mode()
     def propose(self, step: FinishedStep) -> Tensor:

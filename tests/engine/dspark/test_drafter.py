@@ -18,7 +18,7 @@ from engine.spec_decode import NO_DRAFT
 from kernels.paged_attention_triton import decode_attention_kernel
 from kernels.triton_support import triton
 from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
-from tests.engine.dspark.paged import BLOCK_SIZE, PagedLoop, Request
+from tests.engine.dspark.paged import BLOCK_SIZE, MAX_LEN, PagedLoop, Request
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 
@@ -147,6 +147,14 @@ def test_what_was_rejected_leaves_no_trace() -> None:
     fresh.step([again])
     assert again.tokens == request.tokens
     torch.testing.assert_close(loop.drafter.hidden, fresh.drafter.hidden, **TOLERANCE)
+
+
+def test_no_draft_stands_past_the_models_length() -> None:
+    given = golden("vanilla")
+    loop = loop_of(given)
+    drafts = loop.step([Request([i % 200 for i in range(MAX_LEN - 4)], list(range(1, 25)))])
+    assert loop.drafter.inputs.seq_lens.tolist() == [MAX_LEN]
+    assert (drafts[0, :3] >= 0).all() and drafts[0, 3:].tolist() == [NO_DRAFT] * 2
 
 
 def test_a_prompt_that_goes_on_has_no_drafts() -> None:
