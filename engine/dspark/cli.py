@@ -145,6 +145,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     if not model.config.enable_confidence_head:
         raise UserError(f"{arguments.draft} has no confidence head: there is nothing to calibrate")
     sequences = Sequences.joined(list(answers(llm, arguments, arguments.temperature).values()))
+    llm.close()
     if arguments.temperature == 0:
         logits, accepted = greedy_outcomes(model, sequences)
     else:
@@ -182,7 +183,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if model is not None:
         model.config.check_num_speculative_tokens(k)
     results: dict[str, dict[str, Acceptance]] = {}
-    for name, sequences in answers(llm, arguments, 0.0).items():
+    sets = answers(llm, arguments, 0.0)
+    llm.close()
+    for name, sequences in sets.items():
         found = {"dspark": evaluate_draft(model, sequences, k)} if model is not None else {}
         results[name] = found | {"lookup": evaluate_lookup(sequences, k)}
     if arguments.json:

@@ -1,11 +1,15 @@
 """The paged form: golden rounds, batches, chunked prompts, shared blocks, rejected tokens, no host wait."""
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from engine.dspark import DraftConfigError
 from engine.dspark.calibration import Calibration
@@ -93,6 +97,60 @@ def test_a_batch_drafts_like_each_request_alone(head: str, chunk: int) -> None:
             assert confidences is not None
             torch.testing.assert_close(confidence_logits(loop)[i], confidences[0], **TOLERANCE)
     assert all(len(request.tokens) > len(prompt) for request, prompt in zip(requests, prompts, strict=True))
+
+
+@for_all(seed=st.integers(0, 2**31))
+@settings(max_examples=12, deadline=None)
+def test_random_lives(seed: int) -> None:
+    """Requests come in chunks, go, are preempted and come back in other blocks, and find what others have computed:
+    every block is drafted from what the plain form is."""
+    given, rng = golden("vanilla"), random.Random(seed)
+    loop = loop_of(given)
+    free, known, running = list(range(119, 0, -1)), {}, []
+    rows = list(range(6))
+
+    def admit(tokens: list[int]) -> None:
+        """With every leading block that is known already; the last token is always computed."""
+        request, num_shared = Request(tokens, [], row=rows.pop()), 0
+        while (num_shared + 1) * BLOCK_SIZE < len(tokens) and tuple(tokens[: (num_shared + 1) * BLOCK_SIZE]) in known:
+            request.blocks.append(known[tuple(tokens[: (num_shared + 1) * BLOCK_SIZE])])
+            num_shared += 1
+        request.computed = num_shared * BLOCK_SIZE
+        request.blocks += [free.pop() for _ in range(MAX_LEN // BLOCK_SIZE - num_shared - rng.randrange(6))]
+        running.append(request)
+
+    def publish(request: Request) -> None:
+        for end in range(BLOCK_SIZE, request.computed + 1, BLOCK_SIZE):
+            known.setdefault(tuple(request.tokens[:end]), request.blocks[end // BLOCK_SIZE - 1])
+
+    for _ in range(7):
+        while len(running) < 2 and len(free) > 24:
+            start = given_prompt[: rng.randrange(3, 17)] if rng.random() < 0.7 else []
+            admit([*start, *(rng.randrange(255) for _ in range(rng.randrange(1, 9)))])
+        if not running:
+            break
+        loop.step(running, chunk=rng.choice((2, 5, 100)))
+        for i, request in enumerate(running):
+            publish(request)
+            if request.drafts:
+                tokens = request.tokens[: request.computed + 1]
+                torch.testing.assert_close(loop.drafter.hidden[i], plain_hidden(given, tokens), **TOLERANCE)
+        if rng.random() < 0.4:
+            request = running.pop(rng.randrange(len(running)))
+            rows.append(request.row)
+            if rng.random() < 0.6 and len(free) > 24:
+                admit(request.tokens)
+
+
+given_prompt = golden("vanilla").values["prompt"].tolist()
+
+
+def plain_hidden(given: Golden, tokens: list[int]) -> torch.Tensor:
+    """[block, d] of the block whose anchor is the last of ``tokens``."""
+    _, chosen = prefill_with_hidden(given.target, [tokens], given.config.target_layer_ids)
+    anchor, position = torch.tensor([[tokens[-1]]]), torch.tensor([[len(tokens) - 1]])
+    embedding = given.weights["embed_tokens.weight"]
+    return draft_hidden(given.config, given.weights, embedding, chosen[0].unsqueeze(0), anchor, position)[0, 0]
 
 
 def test_a_prefix_hit_reads_the_shared_context_and_never_writes_it() -> None:
