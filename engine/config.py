@@ -25,8 +25,6 @@ DTYPES = {
 KERNEL_BACKENDS = ("auto", "triton", "torch", "interpret", "loop")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
-SPECULATIVE_METHODS: tuple[str, ...] = ("ngram",)
-"""Methods that a runner of this build carries out; the others are refused."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +121,6 @@ class EngineConfig:
         config = self.speculative_config
         if config is not None and not isinstance(config, SpeculativeConfig):
             raise ConfigError(f"speculative_config={config!r}: must be a dict or a SpeculativeConfig")
-        if config is not None and config.method not in SPECULATIVE_METHODS:
-            known = ", ".join(map(repr, SPECULATIVE_METHODS)) or "none yet"
-            raise ConfigError(
-                f"speculative method {config.method!r} is not in this version (available: {known}); "
-                "leave speculative_config out"
-            )
 
     @property
     def torch_device(self) -> torch.device:

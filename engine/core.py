@@ -26,7 +26,7 @@ from .request import Request, RequestOutput
 from .sample.structured_output import StructuredOutputManager
 from .sched_output import ModelRunnerOutput, SchedulerOutput
 from .scheduler import Scheduler
-from .worker import Worker, choose_runner, num_kv_blocks
+from .worker import Worker, build_decoder, choose_runner, num_kv_blocks
 
 MAX_STEPS_IN_FLIGHT = 2
 """Overlapped loop: one step runs on the device while the host prepares the next (vLLM's batch queue of two)."""
@@ -53,15 +53,18 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, keep_finished: bool = False) -> None:
         self.use_v2 = choose_runner(config)
-        self.config = config.resolve(
-            model_max_len=loaded.config.max_position_embeddings, num_gpu_blocks=num_kv_blocks(config, loaded.config)
-        )
+        model_max_len = loaded.config.max_position_embeddings
+        self.config = config.resolve(model_max_len=model_max_len, num_gpu_blocks=2)
+        decoder = self._off_this_thread(lambda: build_decoder(self.config, self.use_v2, loaded))
+        num_blocks = num_kv_blocks(config, loaded.config, decoder.kv_bytes_per_token() if decoder else 0)
+        self.config = config.resolve(model_max_len=model_max_len, num_gpu_blocks=num_blocks)
         self.loaded = loaded
         self.hooks = Hooks("v2" if self.use_v2 else "v1")
-        self.worker = self._off_this_thread(lambda: Worker(self.config, self.use_v2, loaded, self.hooks))
+        self.worker = self._off_this_thread(lambda: Worker(self.config, self.use_v2, loaded, self.hooks, decoder))
         self.device = self.worker.device
         self.runner = self.worker.runner
-        self.scheduler = Scheduler(self.config, self.hooks, self.use_v2)
+        num_drafts = (decoder.num_drafts, decoder.num_lookahead_tokens) if decoder else (0, 0)
+        self.scheduler = Scheduler(self.config, self.hooks, self.use_v2, *num_drafts)
         self.structured_output = StructuredOutputManager(loaded.tokenizer, loaded.config.vocab_size)
         self.output_processor = OutputProcessor(loaded.tokenizer, self.hooks)
         self.in_flight: deque[InFlightStep] = deque()

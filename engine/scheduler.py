@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 import numpy as np
@@ -28,12 +28,22 @@ from .step_plan import ScheduledBatch, StepPlan
 class Scheduler:
     """The queue, the running set and the KV blocks of one engine. `config` must be resolved.
 
+    `num_device_drafts` follow each token that a step samples, known to the device alone (V2); their drafter wants KV
+    slots for `num_lookahead_tokens` beyond a step's own.
+
     With `async_scheduling` a step is scheduled before the tokens of the last one have arrived: each of those is
     counted by `Request.num_output_placeholders`, reserved by the step that computes a request's last known token.
     What a step does to all running requests alike is done to the columns of `table` at once.
     """
 
-    def __init__(self, config: EngineConfig, hooks: Hooks, use_v2_model_runner: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hooks: Hooks,
+        use_v2_model_runner: bool,
+        num_device_drafts: int = 0,
+        num_lookahead_tokens: int = 0,
+    ) -> None:
         if config.max_model_len is None or config.max_num_seqs is None or config.num_gpu_blocks_override is None:
             raise ValueError("the scheduler needs a resolved config: call EngineConfig.resolve first")
         self.config = config
@@ -57,8 +67,8 @@ class Scheduler:
         self._last_batch: ScheduledBatch | None = None
         self._last_step = 0
         """The last step that was not empty."""
-        spec = config.speculative_config
-        self._num_device_drafts = (spec.num_speculative_tokens or 0) if spec is not None and use_v2_model_runner else 0
+        self._num_device_drafts = num_device_drafts
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._steady_steps = 0
         """So many steps can be scheduled like the last one unless a request comes or goes."""
         self._runner_ids: set[str] = set()
@@ -224,12 +234,13 @@ class Scheduler:
         ends = table.num_computed_tokens[rows] + num_tokens
         # A block is full, and all its tokens are known: the request publishes it.
         publishes = (ends >= table.publish_at[rows]) & (ends <= table.num_tokens[rows])
-        in_need = np.flatnonzero(((ends > table.num_slots[rows]) | publishes) & (num_tokens > 0))
+        wanted = np.minimum(ends + self._num_lookahead_tokens, self.max_model_len)
+        in_need = np.flatnonzero(((wanted > table.num_slots[rows]) | publishes) & (num_tokens > 0))
         for i in in_need.tolist():
             if i >= end:
                 break
             request = self._request(rows[i])
-            block_ids = self.kv_cache.allocate_slots(request, int(num_tokens[i]))
+            block_ids = self._allocate(request, int(num_tokens[i]))
             if block_ids is None and num_drafts[i]:
                 num_tokens[i] -= num_drafts[i]
                 num_drafts[i] = 0
@@ -248,6 +259,15 @@ class Scheduler:
                 plan.new_block_ids[request.request_id] = block_ids
             self._note_blocks(request)
         return rows[:end]
+
+    def _allocate(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
+        """As `KVCacheManager.allocate_slots`, with the drafter's slots if there are blocks for them."""
+        end = request.num_computed_tokens + len(hits) * self.config.block_size + num_new_tokens
+        beyond = min(self._num_lookahead_tokens, self.max_model_len - end)
+        block_ids = self.kv_cache.allocate_slots(request, num_new_tokens, hits, beyond)
+        if block_ids is None and beyond > 0:
+            block_ids = self.kv_cache.allocate_slots(request, num_new_tokens, hits)
+        return block_ids
 
     def _request(self, row: int) -> Request:
         request = self.table.requests[row]
@@ -288,7 +308,7 @@ class Scheduler:
                 if not self.config.enable_chunked_prefill:
                     break
                 num_new_tokens = plan.budget
-            block_ids = self.kv_cache.allocate_slots(request, num_new_tokens, hits)
+            block_ids = self._allocate(request, num_new_tokens, hits)
             if block_ids is None:
                 break
             self.waiting.pop(index)

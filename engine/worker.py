@@ -8,11 +8,14 @@ from . import switches
 from .attention import allocate_kv_cache, kv_bytes_per_token
 from .config import ConfigError, EngineConfig
 from .device import Device
+from .dspark.factory import build_dspark_decoder
 from .hooks import Hooks
 from .models import LoadedModel, ModelConfig
 from .models.model_state import ModelState
 from .runner_v1 import ModelRunnerV1
 from .runner_v2 import ModelRunnerV2
+from .spec_decode import SpecDecoder
+from .spec_decode.factory import build_spec_decoder
 
 ModelRunner = ModelRunnerV1 | ModelRunnerV2
 
@@ -23,6 +26,8 @@ def unsupported_features(config: EngineConfig, use_v2: bool) -> list[str]:
     method = config.speculative_config.method if config.speculative_config else None
     if not use_v2 and method == "dspark":
         problems.append("Speculative method 'dspark' is fused into runner V2's step and does not exist on V1.")
+    if not use_v2 and method in ("draft_model", "mtp"):
+        problems.append(f"Speculative method {method!r} drafts on the device, which only runner V2 does so far.")
     if not use_v2 and method is not None and config.async_scheduling:
         problems.append(
             "Runner V1's drafts are made of tokens that have reached the host, so it needs the plain loop: "
@@ -53,11 +58,23 @@ def choose_runner(config: EngineConfig) -> bool:
     return use_v2
 
 
-def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """Blocks of the KV cache: as asked for, or what memory allows, and no more than max_num_seqs requests can fill."""
+def build_decoder(config: EngineConfig, use_v2: bool, loaded: LoadedModel) -> SpecDecoder | None:
+    """What drafts on V2's device for a resolved config, if anything does. ConfigError if it doesn't suit the model."""
+    spec = config.speculative_config
+    if spec is None or not use_v2:
+        return None
+    assert config.max_num_seqs is not None
+    build = build_dspark_decoder if spec.method == "dspark" else build_spec_decoder
+    return build(config, loaded, config.max_num_seqs + 1)  # V2's table has a row for padding
+
+
+def num_kv_blocks(config: EngineConfig, model: ModelConfig, draft_bytes_per_token: int = 0) -> int:
+    """Blocks of the KV cache: as asked for, or what memory allows, and no more than max_num_seqs requests can fill. A
+    drafter's cache lies beside it, with the same blocks."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    bytes_per_block = kv_bytes_per_token(model, config.torch_dtype) * config.block_size
+    bytes_per_token = kv_bytes_per_token(model, config.torch_dtype) + draft_bytes_per_token
+    bytes_per_block = bytes_per_token * config.block_size
     if config.torch_device.type == "cuda":
         free, total = torch.cuda.mem_get_info(config.torch_device)
         budget = int(free - total * (1 - config.gpu_memory_utilization))
@@ -76,18 +93,33 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def build_model_runner(
-    config: EngineConfig, use_v2: bool, loaded: LoadedModel, kv_cache: torch.Tensor, device: Device, hooks: Hooks
+    config: EngineConfig,
+    use_v2: bool,
+    loaded: LoadedModel,
+    kv_cache: torch.Tensor,
+    device: Device,
+    hooks: Hooks,
+    decoder: SpecDecoder | None = None,
 ) -> ModelRunner:
     """The one place where a runner's class is picked."""
-    runner_class = ModelRunnerV2 if use_v2 else ModelRunnerV1
-    return runner_class(config, loaded.model, ModelState(config.block_size), kv_cache, device, hooks)
+    parts = config, loaded.model, ModelState(config.block_size), kv_cache, device, hooks
+    return ModelRunnerV2(*parts, decoder) if use_v2 else ModelRunnerV1(*parts)
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, use_v2: bool, loaded: LoadedModel, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        use_v2: bool,
+        loaded: LoadedModel,
+        hooks: Hooks,
+        decoder: SpecDecoder | None = None,
+    ) -> None:
         assert config.num_gpu_blocks_override is not None, "the worker needs a resolved config"
         self.device = Device(config.torch_device, hooks)
         self.kv_cache = allocate_kv_cache(
             loaded.config, config.num_gpu_blocks_override, config.block_size, config.torch_dtype, config.torch_device
         )
-        self.runner = build_model_runner(config, use_v2, loaded, self.kv_cache, self.device, hooks)
+        if decoder is not None:
+            decoder.allocate_kv_cache(config.num_gpu_blocks_override, config.block_size)
+        self.runner = build_model_runner(config, use_v2, loaded, self.kv_cache, self.device, hooks, decoder)

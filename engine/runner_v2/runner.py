@@ -25,6 +25,7 @@ from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, R
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
+from ..spec_decode import SpecDecoder
 from ..streams import Event
 from .async_output import AsyncOutput, HostRing
 from .block_tables import BlockTables
@@ -77,6 +78,7 @@ class ModelRunnerV2:
         kv_cache: torch.Tensor,
         device: Device,
         hooks: Hooks,
+        decoder: SpecDecoder | None = None,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_model_len is not None
         self.config = config
@@ -85,6 +87,7 @@ class ModelRunnerV2:
         self.kv_cache = kv_cache
         self.device = device
         self.hooks = hooks
+        self.decoder = decoder
         self.form = config.kernel_backend
         self.max_num_reqs = config.max_num_seqs
         self.max_num_tokens = config.max_num_batched_tokens
@@ -96,7 +99,7 @@ class ModelRunnerV2:
         assert config.max_model_len is not None
         rows, tokens = self.max_num_reqs, self.max_num_tokens
         max_blocks = -(-config.max_model_len // config.block_size)
-        num_drafts = (config.speculative_config.num_speculative_tokens or 0) if config.speculative_config else 0
+        num_drafts = self.decoder.num_drafts if self.decoder is not None else 0
         self.req_states = RequestState(device, rows, config.max_model_len, STEPS_IN_FLIGHT, form, num_drafts)
         self.block_tables = BlockTables(device, rows, max_blocks, tokens, config.block_size, STEPS_IN_FLIGHT, form)
         self.input_buffers = InputBuffers(device, rows, tokens)
@@ -106,7 +109,7 @@ class ModelRunnerV2:
         states = self.req_states
         token_table = TokenTable(states.all_token_ids.gpu, states.prompt_len.gpu, states.prefill_len.gpu)
         self.sampler = Sampler(self.sampling_states, form, token_table)
-        self.speculation = make_speculation(config, self.sampler)
+        self.speculation = make_speculation(config, self.decoder, self.sampler)
         self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None

@@ -14,7 +14,8 @@ from kernels import expand_idx_mapping
 
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..spec_decode import FinishedStep, NgramDecoder, RowTables, SpecDecoder
+from ..dspark.target import forward_with_hidden
+from ..spec_decode import FinishedStep, RowTables, SpecDecoder
 from .async_output import empty_tokens
 from .input_batch import InputBatch
 from .sample import Sampler, SamplerPlan
@@ -35,15 +36,12 @@ class Speculation:
         self.num_drafts = decoder.num_drafts
 
 
-def make_speculation(config: EngineConfig, sampler: Sampler) -> Speculation | None:
-    """What `config.speculative_config` asks for; None without one."""
+def make_speculation(config: EngineConfig, decoder: SpecDecoder | None, sampler: Sampler) -> Speculation | None:
+    """None without a decoder."""
     spec = config.speculative_config
-    if spec is None:
+    if spec is None or decoder is None:
         return None
-    assert spec.num_speculative_tokens is not None and config.max_model_len is not None
-    num_drafts = spec.num_speculative_tokens
-    decoder = NgramDecoder(num_drafts, *spec.prompt_lookup, config.max_model_len, config.kernel_backend)
-    rates = spec.conditional_acceptance_rates(num_drafts)
+    rates = spec.conditional_acceptance_rates(decoder.num_drafts)
     return Speculation(decoder, RejectionSampler(sampler, spec.rejection_sample_method, rates))
 
 
@@ -70,12 +68,24 @@ class DraftedWork(StepWork):
             self._input_tokens = input_ids[self.logits_indices]
             input_ids.clamp_(min=0)
 
+    def forward(self) -> None:
+        """The model over the flat input; with the outputs of the layers that the drafter listens to, if it does."""
+        layer_ids = getattr(self._speculation.decoder, "target_layer_ids", ())
+        if not layer_ids:
+            super().forward()
+            self._hidden_states = self._hidden
+            return
+        runner, t = self._runner, self.num_tokens_padded
+        inputs = runner.model_state.prepare_inputs(self._buffers.input_ids[:t], self._buffers.positions[:t])
+        self._hidden, self._hidden_states = forward_with_hidden(
+            runner.model, **inputs, metadata=self.metadata, kv_cache=runner.kv_cache, layer_ids=layer_ids
+        )
+
     def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, traced: bool = False) -> None:
         """5 and 23 to 29: judges the drafts, and draws a token behind those that are accepted.
 
         A step with drafts is not traced.
         """
-        self._hidden_states = self._hidden
         if not self._has_drafts:
             super().sample(plan, grammar, traced)
             return

@@ -74,6 +74,11 @@ class SpecDecoder(ABC):
         """f32 [R, N, V], by row, what the last drafts were drawn from: for `rejection_sample`. None if none were."""
         return None
 
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Tokens beyond a step's own for which the drafter wants KV slots. Where there are none it drafts less well."""
+        return self.num_drafts
+
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:  # noqa: B027 - a drafter may have no cache
         """Called once, before the first step, with the target's numbers: a drafter's cache lies in the target's blocks,
         so that a hit in the prefix cache is one for both."""

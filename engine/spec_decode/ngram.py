@@ -23,6 +23,11 @@ class NgramDecoder(SpecDecoder):
         self._max_model_len = max_model_len
         self._form = form
 
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """It has no KV cache."""
+        return 0
+
     def propose(self, step: FinishedStep) -> torch.Tensor:
         rows = step.rows
         assert rows.all_token_ids is not None and rows.total_len is not None, "the runner keeps its tokens on the host"

@@ -23,14 +23,15 @@ _ids = itertools.count()
 
 
 def make_scheduler(
-    *, num_usable_blocks: int = 100, max_model_len: int = 64, v2: bool = True, **config: Any
+    *, num_usable_blocks: int = 100, max_model_len: int = 64, v2: bool = True, lookahead: int = 0, **config: Any
 ) -> Scheduler:
     """`num_usable_blocks` leaves out the null block."""
     config = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64} | config
     spec = config.pop("speculative_config", None)
     resolved = EngineConfig(**config).resolve(model_max_len=max_model_len, num_gpu_blocks=num_usable_blocks + 1)
     object.__setattr__(resolved, "speculative_config", spec)  # the scheduler doesn't ask what the runners can do
-    return Scheduler(resolved, Hooks("v2" if v2 else "v1"), v2)
+    drafts = spec.num_speculative_tokens if spec and v2 else 0
+    return Scheduler(resolved, Hooks("v2" if v2 else "v1"), v2, drafts, lookahead)
 
 
 def make_request(

@@ -76,6 +76,7 @@ def traces(draw: st.DrawFn) -> Trace:
     num_drafts = draw(st.integers(0, 3)) if config["v2"] or delay == 0 else 0
     if num_drafts:
         config["speculative_config"] = SpeculativeConfig("ngram", num_drafts)
+        config["lookahead"] = draw(st.sampled_from([0, num_drafts, num_drafts + 2])) if config["v2"] else 0
     arrivals = [draw(st.integers(0, 12)) for _ in requests]
     aborts = draw(
         st.dictionaries(st.integers(0, 20), st.lists(st.integers(0, len(requests) - 1), max_size=2), max_size=3)

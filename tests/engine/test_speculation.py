@@ -31,6 +31,15 @@ def ngram(k: int, longest: int = 3) -> dict[str, Any]:
     return {"speculative_config": spec}
 
 
+def lookup(k: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": "dspark", "draft": "lookup", "num_speculative_tokens": k}}
+
+
+def itself(k: int) -> dict[str, Any]:
+    """The target as its own draft model: it draws what the target draws."""
+    return {"speculative_config": {"method": "draft_model", "model": "tiny-llama", "num_speculative_tokens": k}}
+
+
 def repeating(length: int, seed: int, period: int = 5) -> list[int]:
     """A prompt in which everything stood before."""
     return (prompt_of(period, seed) * length)[:length]
@@ -68,6 +77,22 @@ def test_greedy_answers_are_those_without_drafts(runner: str, loop: str, k: int,
     assert sum(output.metrics.num_accepted_tokens for output in result.outputs.values()) > 2, "drafts are accepted"
     if circumstances == "few blocks":
         assert result.num_preemptions > 0
+
+
+@pytest.mark.parametrize("circumstances", ["together", "chunks", "few blocks", "one row"])
+@pytest.mark.parametrize("spec", [lookup, itself])
+@both_loops
+def test_drafters_of_v2_alone_change_no_answer(loop: str, spec: Any, circumstances: str) -> None:
+    trace = [TraceRequest(f"r{i}", tuple(prompt), greedy(20 + i), arrival=i % 4) for i, prompt in enumerate(PROMPTS)]
+    with tiny_llm("v2", loop, **spec(3), **CIRCUMSTANCES[circumstances]) as llm:
+        result = run_trace(llm, trace)
+        assert llm.core.device.waits.inside_step == {}
+    for request in trace:
+        assert result.tokens(request.request_id) == reference(request.prompt, request.params)
+    rounds = [count for output in result.outputs.values() for count in output.metrics.accepted_per_round]
+    if spec is itself and circumstances != "few blocks":
+        drafts = sum(output.metrics.num_draft_tokens for output in result.outputs.values())
+        assert sum(rounds) == drafts, "the target accepts all that it would have said itself"
 
 
 @pytest.mark.parametrize(("runner", "loop"), SIDES)
@@ -188,5 +213,7 @@ def test_any_trace(data: st.DataObject) -> None:
 def test_what_no_runner_carries_out_is_refused() -> None:
     with pytest.raises(ConfigError, match="async_scheduling=False"):
         make_llm("v1", "overlapped", **ngram(2))
-    with pytest.raises(ConfigError, match="not in this version"):
+    with pytest.raises(ConfigError, match="only runner V2"):
+        make_llm("v1", "plain", speculative_config={"method": "draft_model", "num_speculative_tokens": 2, "model": "x"})
+    with pytest.raises(ConfigError, match="no head is known"):
         make_llm("v2", "plain", speculative_config={"method": "mtp"})
