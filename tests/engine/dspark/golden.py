@@ -42,9 +42,10 @@ class Golden:
 
 
 @cache
-def golden(head: str) -> Golden:
+def golden(head: str, device: str = "cpu") -> Golden:
+    """Weights and values stay on the CPU; the target runs on ``device``."""
     root = ROOT / head
     target = load_model(
-        root / "target", dtype=torch.float32, device=torch.device("cpu"), skip_tokenizer_init=True
+        root / "target", dtype=torch.float32, device=torch.device(device), skip_tokenizer_init=True
     ).model
     return Golden(target, *read_draft(root / "draft"), load_file(root / "golden.safetensors"))

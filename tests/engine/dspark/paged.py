@@ -89,11 +89,14 @@ class PagedLoop:
         table = torch.full((len(requests), MAX_LEN // BLOCK_SIZE), 119, dtype=torch.int32)
         for row, request in enumerate(requests):
             table[row, : len(request.blocks)] = torch.tensor(request.blocks)
+        device = self.target.device
         metadata = AttentionMetadata(
-            len(requests), len(ids), len(ids), starts, starts.numpy(), seq_lens, seq_lens.numpy(), table,
-            torch.tensor(slots), BLOCK_SIZE, max(counts), int(seq_lens.max()), 0,
+            len(requests), len(ids), len(ids), starts.to(device), starts.numpy(), seq_lens.to(device),
+            seq_lens.numpy(), table.to(device), torch.tensor(slots, device=device), BLOCK_SIZE, max(counts),
+            int(seq_lens.max()), 0,
         )  # fmt: skip
-        flat_ids, flat_positions = torch.tensor(ids, dtype=torch.int32), torch.tensor(positions)
+        flat_ids = torch.tensor(ids, dtype=torch.int32, device=device)
+        flat_positions = torch.tensor(positions, device=device)
         last, hidden = forward_with_hidden(
             self.target, flat_ids, flat_positions, metadata, self.target_cache, self.decoder.target_layer_ids
         )
@@ -102,9 +105,9 @@ class PagedLoop:
         rejected = self._settle(requests, counts, sampled)
         idx_mapping = torch.tensor([request.row for request in requests], dtype=torch.int32)
         step = FinishedStep(
-            idx_mapping=idx_mapping, input_ids=flat_ids, positions=flat_positions,
-            num_sampled=torch.tensor(sampled, dtype=torch.int32), num_rejected=rejected, metadata=metadata,
-            rows=_tables(requests), hidden_states=hidden,
+            idx_mapping=idx_mapping.to(device), input_ids=flat_ids, positions=flat_positions,
+            num_sampled=torch.tensor(sampled, dtype=torch.int32, device=device), num_rejected=rejected.to(device),
+            metadata=metadata, rows=_tables(requests, device), hidden_states=hidden,
         )  # fmt: skip
         self.last_step = step
         drafts = self.decoder.propose(step)
@@ -135,11 +138,12 @@ class PagedLoop:
         return torch.tensor(rejected, dtype=torch.int32)
 
 
-def _tables(requests: list[Request]) -> RowTables:
+def _tables(requests: list[Request], device: torch.device) -> RowTables:
     last = torch.zeros(ROWS, 1, dtype=torch.int64)
     num_blocks = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.zeros(ROWS)
     for request in requests:
         last[request.row, 0], num_blocks[request.row] = request.tokens[-1], len(request.blocks)
         temperature[request.row] = request.temperature
-    return RowTables(last, num_blocks, temperature, torch.arange(ROWS, dtype=torch.int64))
+    tables = (last, num_blocks, temperature, torch.arange(ROWS, dtype=torch.int64))
+    return RowTables(*(table.to(device) for table in tables))
