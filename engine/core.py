@@ -55,7 +55,7 @@ class EngineCore:
         self.use_v2 = choose_runner(config)
         model_max_len = loaded.config.max_position_embeddings
         self.config = config.resolve(model_max_len=model_max_len, num_gpu_blocks=2)
-        decoder = self._off_this_thread(lambda: build_decoder(self.config, self.use_v2, loaded))
+        decoder = self._off_this_thread(lambda: build_decoder(self.config, loaded))
         num_blocks = num_kv_blocks(config, loaded.config, decoder.kv_bytes_per_token() if decoder else 0)
         self.config = config.resolve(model_max_len=model_max_len, num_gpu_blocks=num_blocks)
         self.loaded = loaded
@@ -63,8 +63,11 @@ class EngineCore:
         self.worker = self._off_this_thread(lambda: Worker(self.config, self.use_v2, loaded, self.hooks, decoder))
         self.device = self.worker.device
         self.runner = self.worker.runner
-        num_drafts = (decoder.num_drafts, decoder.num_lookahead_tokens) if decoder else (0, 0)
-        self.scheduler = Scheduler(self.config, self.hooks, self.use_v2, *num_drafts)
+        self.scheduler = Scheduler(
+            self.config, self.hooks, self.use_v2,
+            num_device_drafts=decoder.num_drafts if decoder and self.use_v2 else 0,
+            num_lookahead_tokens=decoder.num_lookahead_tokens if decoder else 0,
+        )  # fmt: skip
         self.structured_output = StructuredOutputManager(loaded.tokenizer, loaded.config.vocab_size)
         self.output_processor = OutputProcessor(loaded.tokenizer, self.hooks)
         self.in_flight: deque[InFlightStep] = deque()
@@ -229,7 +232,8 @@ class EngineCore:
             every_token = self.output_processor.observed
             updates = self.scheduler.update_from_output(step.scheduler_output, output, every_token)
             self._outputs += self.output_processor.process(
-                updates, output.logprobs, step.scheduler_output.step, self._stop_at_string, output.traces
+                updates, output.logprobs, step.scheduler_output.step, self._stop_at_string, output.traces,
+                output.draft_traces,
             )
             self._remember(request for request, _ in updates if request.is_finished)
 

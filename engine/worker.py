@@ -26,8 +26,11 @@ def unsupported_features(config: EngineConfig, use_v2: bool) -> list[str]:
     method = config.speculative_config.method if config.speculative_config else None
     if not use_v2 and method == "dspark":
         problems.append("Speculative method 'dspark' is fused into runner V2's step and does not exist on V1.")
-    if not use_v2 and method in ("draft_model", "mtp"):
-        problems.append(f"Speculative method {method!r} drafts on the device, which only runner V2 does so far.")
+    if not use_v2 and config.speculative_config and config.speculative_config.draft_sample_method != "greedy":
+        problems.append(
+            "Runner V1's rows move, and what a drawn draft was drawn from lies in a row: it drafts greedily only "
+            "(draft_sample_method='greedy')."
+        )
     if not use_v2 and method is not None and config.async_scheduling:
         problems.append(
             "Runner V1's drafts are made of tokens that have reached the host, so it needs the plain loop: "
@@ -58,10 +61,10 @@ def choose_runner(config: EngineConfig) -> bool:
     return use_v2
 
 
-def build_decoder(config: EngineConfig, use_v2: bool, loaded: LoadedModel) -> SpecDecoder | None:
-    """What drafts on V2's device for a resolved config, if anything does. ConfigError if it doesn't suit the model."""
+def build_decoder(config: EngineConfig, loaded: LoadedModel) -> SpecDecoder | None:
+    """What drafts for a resolved config, if anything does. ConfigError if it doesn't suit the model."""
     spec = config.speculative_config
-    if spec is None or not use_v2:
+    if spec is None:
         return None
     assert config.max_num_seqs is not None
     build = build_dspark_decoder if spec.method == "dspark" else build_spec_decoder
@@ -103,7 +106,7 @@ def build_model_runner(
 ) -> ModelRunner:
     """The one place where a runner's class is picked."""
     parts = config, loaded.model, ModelState(config.block_size), kv_cache, device, hooks
-    return ModelRunnerV2(*parts, decoder) if use_v2 else ModelRunnerV1(*parts)
+    return ModelRunnerV2(*parts, decoder) if use_v2 else ModelRunnerV1(*parts, decoder)
 
 
 class Worker:

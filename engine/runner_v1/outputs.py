@@ -11,6 +11,7 @@ import torch
 
 from ..device import Device
 from ..sample.logprobs import rows_to_dicts
+from ..sample.draft_trace import read_draft_traces
 from ..sample.prompt_logprobs import PromptLogprobs, prompt_logprobs_of
 from ..sample.trace import read_traces
 from ..sched_output import ModelRunnerOutput
@@ -41,9 +42,11 @@ class OutputRows:
                 for row, (req_id, k) in enumerate(zip(self.req_ids, self.num_logprobs, strict=True))
                 if k is not None and row not in self.discarded
             }
-        traces = read_traces({name: tensor.numpy() for name, tensor in host.items()}, self.req_ids, self.discarded)
+        arrays = {name: tensor.numpy() for name, tensor in host.items()}
+        traces = read_traces(arrays, self.req_ids, self.discarded)
+        draft_traces = read_draft_traces(arrays, self.req_ids, arrays["sampled"], num_sampled)
         return ModelRunnerOutput(
-            self.req_ids, host["sampled"].numpy(), num_sampled, logprobs, self._prompt_logprobs(host), traces
+            self.req_ids, arrays["sampled"], num_sampled, logprobs, self._prompt_logprobs(host), traces, draft_traces
         )
 
     def _prompt_logprobs(self, host: dict[str, torch.Tensor]) -> dict[str, PromptLogprobs] | None:

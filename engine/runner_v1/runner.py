@@ -22,14 +22,16 @@ from ..config import EngineConfig
 from ..cuda_stream import CudaStream
 from ..device import Device
 from ..graphs import GraphPool
-from ..hooks import Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten, SamplingTraced
+from ..hooks import DRAFT_EVENTS, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sample.logprobs import LogprobsTensors
 from ..sample.prompt_logprobs import compute_prompt_logprobs
 from ..sampling_params import SamplingParams
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
+from ..spec_decode import SpecDecoder
 from ..streams import Event
+from .device_drafts import Propose
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
 from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host, prompt_key
 from .prompt_logprobs import PromptChunk, prompt_chunks
@@ -76,6 +78,8 @@ class DeviceValues:
 
     hidden: torch.Tensor | None = None
     output: SamplerOutput | RejectionSamplerOutput | None = None
+    drafts: torch.Tensor | None = None
+    """For the next step, of a drafter that works on the device."""
     prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
     """By request."""
     trace: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -85,6 +89,8 @@ class DeviceValues:
         tensors = {"sampled": self.output.sampled, **self.trace}
         if isinstance(self.output, RejectionSamplerOutput):
             tensors["num_sampled"] = self.output.num_sampled
+        if self.drafts is not None:
+            tensors["drafts"] = self.drafts
         if self.output.logprobs is not None:
             tensors |= self.output.logprobs.as_dict()
         for req_id, logprobs in self.prompt_logprobs.items():
@@ -103,6 +109,7 @@ class ModelRunnerV1:
         kv_cache: torch.Tensor,
         device: Device,
         hooks: Hooks,
+        decoder: SpecDecoder | None = None,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_model_len is not None
         self.config = config
@@ -111,6 +118,7 @@ class ModelRunnerV1:
         self.kv_cache = kv_cache
         self.device = device
         self.hooks = hooks
+        self.decoder = decoder
         self.use_async_scheduling = config.async_scheduling
         self.max_num_reqs = config.max_num_seqs
         self.max_num_tokens = config.max_num_batched_tokens
@@ -142,7 +150,7 @@ class ModelRunnerV1:
         self.last_inputs: StepInputs | None = None
         self._inputs: StepInputs | None = None
         self._values = DeviceValues()
-        self.speculation = make_speculation(config, device)
+        self.speculation = make_speculation(config, self.decoder, device)
         self._draft_token_ids: dict[str, list[int]] = {}
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.capture()
@@ -437,22 +445,26 @@ class ModelRunnerV1:
         metadata, step = batch.sampling_metadata, make_step_sampling(batch, inputs.discarded, grammar_output)
         assert metadata is not None
         r, query_start_loc = len(inputs.req_ids), self.query_start_loc.gpu
-        drafted = self._drafted_sampling(inputs, grammar_output)
+        drafted, propose = self._drafted_sampling(inputs, grammar_output), self._device_drafts(inputs)
         chunks = prompt_chunks(batch, inputs.query_start_loc_np)
-        traced = SamplingTraced in self.hooks.wanted
+        traced, watched = SamplingTraced in self.hooks.wanted, self.hooks.wants(DRAFT_EVENTS)
 
         def run() -> None:
             assert values.hidden is not None
             last = query_start_loc[1 : r + 1].long() - 1 if drafted is None else drafted.spec.logits_indices
             logits = self.model.compute_logits(values.hidden[last])
             if drafted is not None:
-                values.output = drafted.sample(logits, self.input_ids.gpu[last], self.generator)
+                token_ids = self.input_ids.gpu[last]
+                values.output = output = drafted.sample(logits, token_ids, self.generator)
+                values.trace = drafted.trace(output, token_ids) if watched else {}
             elif traced:
                 values.output, values.trace = sample_traced(logits, metadata, step, self.generator)
             else:
                 values.output = sample(logits, metadata, step, self.generator)
             for chunk in chunks:
                 values.prompt_logprobs[chunk.req_id] = self._prompt_logprobs(values.hidden, chunk)
+            if propose is not None:
+                values.drafts = propose(values.output, values.hidden)
             values.hidden = None
 
         self.device.compute.submit("sample", run)
@@ -471,6 +483,14 @@ class ModelRunnerV1:
         return self.speculation.sampling(
             self.input_batch, inputs.query_start_loc_np, inputs.drafts, inputs.discarded, grammar_output
         )
+
+    def _device_drafts(self, inputs: StepInputs) -> Propose | None:
+        if self.speculation is None or self.speculation.device_drafts is None:
+            return None
+        return self.speculation.device_drafts.prepare(
+            self.input_batch, inputs.num_scheduled_tokens, inputs.num_drafts, inputs.discarded, inputs.metadata,
+            self.input_ids.gpu, self.positions,
+        )  # fmt: skip
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Drafts behind the tokens of the last step, of every request that got some, for the scheduler."""
@@ -507,7 +527,11 @@ class ModelRunnerV1:
                 self._append_token(row, req_id, token)
         if self.speculation is not None:
             sampled = {req_id: row for row, req_id in enumerate(rows.req_ids) if row not in rows.discarded}
-            self._draft_token_ids = self.speculation.propose(self.input_batch, sampled)
+            if "drafts" in host:
+                drafts = host["drafts"].numpy()
+                self._draft_token_ids = self.speculation.take(self.input_batch, sampled, drafts)
+            else:
+                self._draft_token_ids = self.speculation.propose(self.input_batch, sampled)
         return ReadyOutput(output)
 
     def _bookkeeping_async(self, rows: OutputRows, values: DeviceValues) -> AsyncGPUModelRunnerOutput:

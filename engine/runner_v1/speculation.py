@@ -1,5 +1,5 @@
-"""Runner V1 with a drafter above it: the host knows the tokens, so it looks the drafts up and writes them into the
-batch; a step's verification is V1's own sampler and generators."""
+"""Runner V1 with a drafter above it: the host knows the tokens and the drafts, and writes them into the batch; a step's
+verification is V1's own sampler and generators."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 from ..config import EngineConfig
 from ..device import Device
+from ..sample.draft_trace import draft_tensors, padded_drafts
 from ..sched_output import GrammarOutput
-from ..spec_decode import NgramDecoder, SpecDecoder
+from ..spec_decode import SpecDecoder
+from .device_drafts import DeviceDrafts
 from .input_batch import InputBatch
 from .rejection_sampler import (
     RejectionSamplerOutput,
@@ -44,10 +46,25 @@ class DraftedSampling:
             acceptance_rates=self.acceptance_rates,
         )  # fmt: skip
 
+    def trace(self, output: RejectionSamplerOutput, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Called on the stream, with what `sample` returned and was given: for `read_draft_traces`."""
+        drafts = padded_drafts(token_ids, self.spec.cu_num_logits, self.spec.max_drafts)
+        return draft_tensors(self.method, drafts, output.target_probs, output.draft_probs, output.uniforms, None)
+
 
 class HostSpeculation:
-    def __init__(self, decoder: SpecDecoder, method: str, acceptance_rates: Sequence[float], device: Device) -> None:
+    """`device_drafts`: None for a drafter that works from the host's tokens."""
+
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        method: str,
+        acceptance_rates: Sequence[float],
+        device: Device,
+        device_drafts: DeviceDrafts | None,
+    ) -> None:
         self._decoder = decoder
+        self.device_drafts = device_drafts
         self._method = method
         self._device = device
         rates = np.array(acceptance_rates, dtype=np.float32)
@@ -79,6 +96,11 @@ class HostSpeculation:
         metadata, step = make_drafted_sampling(batch, spec, drafts, discarded, grammar)
         return DraftedSampling(spec, metadata, step, self._method, self._acceptance_rates)
 
+    def take(self, batch: InputBatch, rows: Mapping[str, int], drafts: np.ndarray) -> dict[str, list[int]]:
+        """Of `drafts` i64 [r, N], which came from the device, those of `rows`; none for a request with a grammar."""
+        wanted = {req_id: row for req_id, row in rows.items() if batch.params[row].structured_outputs is None}
+        return DeviceDrafts.to_lists(drafts, wanted)
+
     def propose(self, batch: InputBatch, rows: Mapping[str, int]) -> dict[str, list[int]]:
         """Drafts behind the tokens of `rows` (request id -> row) as they stand; none for a request with a grammar."""
         wanted = {req_id: row for req_id, row in rows.items() if batch.params[row].structured_outputs is None}
@@ -86,13 +108,11 @@ class HostSpeculation:
         return dict(zip(wanted, self._decoder.propose_from_tokens(tokens), strict=True))
 
 
-def make_speculation(config: EngineConfig, device: Device) -> HostSpeculation | None:
-    """What `config.speculative_config` asks for; None without one."""
+def make_speculation(config: EngineConfig, decoder: SpecDecoder | None, device: Device) -> HostSpeculation | None:
+    """None without a decoder."""
     spec = config.speculative_config
-    if spec is None:
+    if spec is None or decoder is None:
         return None
-    count = spec.num_speculative_tokens
-    assert count is not None and config.max_model_len is not None
-    decoder = NgramDecoder(count, *spec.prompt_lookup, config.max_model_len, config.kernel_backend)
-    rates = spec.conditional_acceptance_rates(count)
-    return HostSpeculation(decoder, spec.rejection_sample_method, rates, device)
+    rates = spec.conditional_acceptance_rates(decoder.num_drafts)
+    device_drafts = None if decoder.on_host else DeviceDrafts(decoder, device, config.seed)
+    return HostSpeculation(decoder, spec.rejection_sample_method, rates, device, device_drafts)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine import LLM, ConfigError, SamplingParams
 from engine.hooks import Event
 from tests.engine.engine_helpers import (
+    LOOPS,
     TraceRequest,
     both_loops,
     greedy,
@@ -24,6 +25,8 @@ from tests.engine.engine_helpers import (
     run_trace,
     tiny_llm,
 )
+
+SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
 
 
 def ngram(k: int, longest: int = 3) -> dict[str, Any]:
@@ -40,13 +43,15 @@ def itself(k: int) -> dict[str, Any]:
     return {"speculative_config": {"method": "draft_model", "model": "tiny-llama", "num_speculative_tokens": k}}
 
 
+OTHERS = [(*side, itself) for side in SIDES] + [("v2", loop, lookup) for loop in LOOPS]
+
+
 def repeating(length: int, seed: int, period: int = 5) -> list[int]:
     """A prompt in which everything stood before."""
     return (prompt_of(period, seed) * length)[:length]
 
 
 PROMPTS = [repeating(17, 1), prompt_of(9, 2), repeating(30, 3), prompt_of(4, 4), repeating(12, 5), prompt_of(21, 6)]
-SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "together": {},
     "one row": {"max_num_seqs": 1},
@@ -80,13 +85,12 @@ def test_greedy_answers_are_those_without_drafts(runner: str, loop: str, k: int,
 
 
 @pytest.mark.parametrize("circumstances", ["together", "chunks", "few blocks", "one row"])
-@pytest.mark.parametrize("spec", [lookup, itself])
-@both_loops
-def test_drafters_of_v2_alone_change_no_answer(loop: str, spec: Any, circumstances: str) -> None:
+@pytest.mark.parametrize(("runner", "loop", "spec"), OTHERS)
+def test_other_drafters_change_no_answer(runner: str, loop: str, spec: Any, circumstances: str) -> None:
     trace = [TraceRequest(f"r{i}", tuple(prompt), greedy(20 + i), arrival=i % 4) for i, prompt in enumerate(PROMPTS)]
-    with tiny_llm("v2", loop, **spec(3), **CIRCUMSTANCES[circumstances]) as llm:
+    with tiny_llm(runner, loop, **spec(3), **CIRCUMSTANCES[circumstances]) as llm:
         result = run_trace(llm, trace)
-        assert llm.core.device.waits.inside_step == {}
+        assert set(llm.core.device.waits.inside_step) == ({"sampled tokens"} if runner == "v1" else set())
     for request in trace:
         assert result.tokens(request.request_id) == reference(request.prompt, request.params)
     rounds = [count for output in result.outputs.values() for count in output.metrics.accepted_per_round]
@@ -213,7 +217,8 @@ def test_any_trace(data: st.DataObject) -> None:
 def test_what_no_runner_carries_out_is_refused() -> None:
     with pytest.raises(ConfigError, match="async_scheduling=False"):
         make_llm("v1", "overlapped", **ngram(2))
-    with pytest.raises(ConfigError, match="only runner V2"):
-        make_llm("v1", "plain", speculative_config={"method": "draft_model", "num_speculative_tokens": 2, "model": "x"})
+    drawn = {**itself(2)["speculative_config"], "draft_sample_method": "probabilistic"}
+    with pytest.raises(ConfigError, match="greedily only"):
+        make_llm("v1", "plain", speculative_config=drawn)
     with pytest.raises(ConfigError, match="no head is known"):
         make_llm("v2", "plain", speculative_config={"method": "mtp"})
