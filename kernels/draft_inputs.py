@@ -185,7 +185,7 @@ def _torch(
     positions.zero_()
     slots.fill_(PAD_SLOT_ID)
     out.seq_lens[:num_reqs_padded].zero_()
-    if num_reqs == 0:
+    if num_reqs == 0 or num_tokens_padded == 0:
         context.fill_(PAD_SLOT_ID)
         return
     starts = step.query_start_loc[: num_reqs + 1]

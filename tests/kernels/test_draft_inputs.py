@@ -146,6 +146,18 @@ def test_padding_of_a_captured_batch_has_no_block(form: str) -> None:
     assert out.context_slot_mapping.tolist() == [5, PAD_SLOT_ID, PAD_SLOT_ID]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_without_tokens(form: str) -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    table = torch.ones(1, 4, dtype=torch.int32)
+    step = VerifiedStep(i32(0), i32(0, 0), nothing, nothing, i32(1), i32(0), table)
+    out = buffers(2, 1, 1)
+    sizes = {"block_size": 4, "max_model_len": 16, "mask_token_id": MASK, "num_reqs_padded": 1, "num_tokens_padded": 0}
+    prepare_draft_inputs(out, step, DraftRows(torch.tensor([[3]]), i32(4)), num_query=2, **sizes, form=form)
+    assert out.input_ids.tolist() == [MASK] * 2 and out.slot_mapping.tolist() == [PAD_SLOT_ID] * 2
+    assert (out.seq_lens.tolist(), out.context_slot_mapping.tolist()) == ([0], [NEVER_WRITTEN])
+
+
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=40, deadline=None)
 def test_every_slot_is_the_requests_own_and_behind_its_valid_tokens(seed: int) -> None:
