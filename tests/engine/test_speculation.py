@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import LLM, ConfigError, SamplingParams
 from engine.hooks import Event
+from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
 from tests.engine.engine_helpers import (
     LOOPS,
     TraceRequest,
@@ -24,6 +28,7 @@ from tests.engine.engine_helpers import (
     reference,
     run_trace,
     tiny_llm,
+    tiny_model,
 )
 
 SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
@@ -43,7 +48,20 @@ def itself(k: int) -> dict[str, Any]:
     return {"speculative_config": {"method": "draft_model", "model": "tiny-llama", "num_speculative_tokens": k}}
 
 
-OTHERS = [(*side, itself) for side in SIDES] + [("v2", loop, lookup) for loop in LOOPS]
+@cache
+def _random_head() -> str:
+    config = mtp_config(tiny_model().config)
+    path = Path(tempfile.mkdtemp())
+    write_mtp(path, config, init_weights(config, 3), torch.float32)
+    return str(path)
+
+
+def one_head(k: int) -> dict[str, Any]:
+    """One head more, of random weights, with its one draft."""
+    return {"speculative_config": {"method": "mtp", "model": _random_head()}}
+
+
+OTHERS = [(*side, spec) for side in SIDES for spec in (itself, one_head)] + [("v2", loop, lookup) for loop in LOOPS]
 
 
 def repeating(length: int, seed: int, period: int = 5) -> list[int]:
