@@ -149,6 +149,43 @@ class SamplingTraced(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftProposed(Event):
+    """k drafts that a step judged, the first of them for `position`. Told when that step's tokens reach the host, on
+    either runner: on V2 the host sees the drafts no sooner.
+
+    `draft_probs` [k] is q, the drafter's probability of each draft, 1 for one that was not drawn; `confidences` [k],
+    None where the drafter has none. See `ON_REQUEST`.
+    """
+
+    request_id: str
+    position: int
+    verified_in_step: int
+    token_ids: tuple[int, ...]
+    draft_probs: tuple[float, ...]
+    confidences: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVerified(Event):
+    """What became of the drafts of the `DraftProposed` just before.
+
+    `target_probs` [k] is p, the target's probability of each draft, `uniforms` [k] the u that decided. The first
+    `num_accepted` drafts stand; `next_token_id` follows them, a bonus behind all k and a correction otherwise. A
+    request that ends inside them drops the rest. `method` is the rule, as in `rejection_sample_method`; what
+    "synthetic" accepts says nothing about the drafter. See `ON_REQUEST`.
+    """
+
+    request_id: str
+    position: int
+    verified_in_step: int
+    method: str
+    target_probs: tuple[float, ...]
+    uniforms: tuple[float, ...]
+    num_accepted: int
+    next_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDelivered(Event):
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -174,7 +211,8 @@ class SpanEnded(Event):
     end_ns: int
 
 
-ON_REQUEST: tuple[type[Event], ...] = (SamplingTraced,)
+DRAFT_EVENTS: tuple[type[Event], ...] = (DraftProposed, DraftVerified)
+ON_REQUEST: tuple[type[Event], ...] = (SamplingTraced, *DRAFT_EVENTS)
 """Events that cost the device work of its own: only who names the type gets them, `Event` is all of the others."""
 
 Subscriber = Callable[[Event], None]
@@ -221,6 +259,10 @@ class Hooks:
         finally:
             with _lock:
                 self._remove(subscription)
+
+    def wants(self, types: tuple[type[Event], ...]) -> bool:
+        """Whether somebody subscribed to one of `types`."""
+        return not self.wanted.isdisjoint(types)
 
     def emit(self, event: Event) -> None:
         """Hands `event` to its subscribers. One that raises is reported on `errors` and dropped; the step goes on."""

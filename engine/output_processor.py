@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
-from .hooks import Hooks, OutputDelivered, Sampled, SamplingTraced
+from .hooks import DRAFT_EVENTS, DraftProposed, DraftVerified, Hooks, OutputDelivered, Sampled, SamplingTraced
 from .models import Tokenizer
 from .request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
+from .sample.draft_trace import DraftTrace
 from .sample.logprobs import RequestLogprobs
 from .sample.trace import SamplingTrace
 from .sampling_params import SamplingParams
@@ -79,7 +80,7 @@ class OutputProcessor:
     @property
     def observed(self) -> bool:
         """Somebody wants every token of every request at once."""
-        return not self._hooks.wanted.isdisjoint((Sampled, SamplingTraced, OutputDelivered))
+        return self._hooks.wants((Sampled, SamplingTraced, OutputDelivered, *DRAFT_EVENTS))
 
     def child_ids(self, request_id: str) -> list[str]:
         """The scheduler's ids behind the caller's `request_id`; none if it is unknown or finished."""
@@ -100,6 +101,7 @@ class OutputProcessor:
         step: int,
         stop: Callable[[Request, str], None],
         traces: dict[str, SamplingTrace] | None = None,
+        draft_traces: dict[str, DraftTrace] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of `updates`, requests that got tokens in `step`; `stop(request, string)` ends one that met a
         stop string. A quiet request may come only when it is finished."""
@@ -117,6 +119,7 @@ class OutputProcessor:
             if request.is_finished and child.detokenizer:
                 child.detokenizer.finish()
             if observed:
+                self._emit_drafts(request, token_ids, step, (draft_traces or {}).get(request.request_id))
                 self._emit(child, token_ids, before, step, (traces or {}).get(request.request_id))
         outputs = []
         for parent in touched.values():
@@ -156,6 +159,17 @@ class OutputProcessor:
             hooks.emit(SamplingTraced(*hooks.stamp(), request.request_id, first, step, trace))
         text = child.detokenizer.text[before:] if child.detokenizer else ""
         hooks.emit(OutputDelivered(*hooks.stamp(), request.request_id, tuple(token_ids), text, request.finish_reason))
+
+    def _emit_drafts(self, request: Request, token_ids: list[int], step: int, trace: DraftTrace | None) -> None:
+        if trace is None or not token_ids:
+            return
+        hooks, place = self._hooks, (request.request_id, request.num_tokens - len(token_ids), step)
+        if DraftProposed in hooks.wanted:
+            drafts = (trace.token_ids, trace.draft_probs, trace.confidences)
+            hooks.emit(DraftProposed(*hooks.stamp(), *place, *drafts))
+        if DraftVerified in hooks.wanted:
+            judged = (trace.method, trace.target_probs, trace.uniforms, trace.num_accepted, trace.next_token_id)
+            hooks.emit(DraftVerified(*hooks.stamp(), *place, *judged))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Drops a request whose children have just been ended; its last output, or None if it is unknown or

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .sample.draft_trace import DraftTrace
 from .sample.logprobs import RequestLogprobs
 from .sample.prompt_logprobs import PromptLogprobs
 from .sample.trace import SamplingTrace
@@ -102,3 +103,5 @@ class ModelRunnerOutput:
     """Of the requests that asked for them, those of the prompt positions that the step computed."""
     traces: dict[str, SamplingTrace] | None = None
     """How each request's token was drawn, if somebody watches (`hooks.SamplingTraced`)."""
+    draft_traces: dict[str, DraftTrace] | None = None
+    """What became of each request's drafts, if somebody watches (`hooks.DRAFT_EVENTS`)."""

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ..device import Device
-from ..sample.logprobs import rows_to_dicts
 from ..sample.draft_trace import read_draft_traces
+from ..sample.logprobs import rows_to_dicts
 from ..sample.prompt_logprobs import PromptLogprobs, prompt_logprobs_of
 from ..sample.trace import read_traces
 from ..sched_output import ModelRunnerOutput

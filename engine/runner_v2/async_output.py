@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..device import Device
+from ..sample.draft_trace import read_draft_traces
 from ..sample.trace import read_traces
 from ..sched_output import ModelRunnerOutput
 from .sample.logprobs import LogprobsPlan, row_to_dict
@@ -44,8 +45,8 @@ class AsyncOutput:
 
     `tensors()`, called on the copy stream after the sampler, gives `tokens` (see `empty_tokens`; its rows may be more
     than `req_ids`) for `host_tokens`, and those of `SampledLogprobs.as_dict()` where logprobs were asked for and of
-    `trace_tensors` where somebody watches. The device tensors stay referenced until the copy ended, so that their
-    memory is not reused under it. Logprobs of prompts have been sent to the host by then.
+    `trace_tensors` and `draft_tensors` where somebody watches. The device tensors stay referenced until the copy ended,
+    so that their memory is not reused under it. Logprobs of prompts have been sent to the host by then.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class AsyncOutput:
             }
         prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.result()
         traces = read_traces(host, self._req_ids, np.flatnonzero(num_sampled[:num_reqs] == 0))
+        draft_traces = read_draft_traces(host, self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs])
         return ModelRunnerOutput(
-            self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs, prompt_logprobs, traces
+            self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs, prompt_logprobs, traces, draft_traces
         )

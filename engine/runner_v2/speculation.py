@@ -15,11 +15,13 @@ from kernels import expand_idx_mapping
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
 from ..dspark.target import forward_with_hidden
+from ..hooks import DRAFT_EVENTS
+from ..sample.draft_trace import draft_tensors, padded_drafts, padded_rows
 from ..spec_decode import FinishedStep, RowTables, SpecDecoder
 from .async_output import empty_tokens
 from .input_batch import InputBatch
 from .sample import Sampler, SamplerPlan
-from .sample.rejection_sampler import DraftedStep, RejectionSampler
+from .sample.rejection_sampler import DraftedStep, RejectionSampler, RejectionSamplerOutput
 from .sample.structured_outputs import GrammarBitmask
 from .step_work import StepWork
 
@@ -55,6 +57,7 @@ class DraftedWork(StepWork):
         super().__init__(runner, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
         self._speculation = speculation
         self._has_drafts = batch.num_logits > batch.num_reqs
+        self._watched = runner.hooks.wants(DRAFT_EVENTS)
         self.num_logits = batch.num_logits
         self.cu_num_logits = runner.input_buffers.cu_num_logits[: batch.num_reqs + 1]
         self._input_tokens: torch.Tensor | None = None
@@ -84,7 +87,7 @@ class DraftedWork(StepWork):
     def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, traced: bool = False) -> None:
         """5 and 23 to 29: judges the drafts, and draws a token behind those that are accepted.
 
-        A step with drafts is not traced.
+        How the tokens of a step with drafts are drawn is not `traced`; what becomes of the drafts is, if watched.
         """
         if not self._has_drafts:
             super().sample(plan, grammar, traced)
@@ -107,7 +110,20 @@ class DraftedWork(StepWork):
         self.output = {"tokens": tokens}
         if output.logprobs is not None:
             self.output |= output.logprobs.as_dict()
+        if self._watched:
+            self.output |= self._draft_tensors(step, output)
         self._hidden = None
+
+    def _draft_tensors(self, step: DraftedStep, output: RejectionSamplerOutput) -> dict[str, torch.Tensor]:
+        cu, n, verified = step.cu_num_logits, step.max_drafts, output.verified
+        confidences = getattr(self._speculation.decoder, "confidences", None)
+        if confidences is not None:  # by state row, and still those of the drafts that were judged
+            confidences = confidences[self.idx_mapping]
+        judged = (verified.target_probs, verified.draft_probs, verified.uniforms)
+        return draft_tensors(
+            self._speculation.rejection_sampler.method, padded_drafts(step.token_ids, cu, n),
+            *(padded_rows(values, cu, n) for values in judged), confidences,
+        )  # fmt: skip
 
     def propose(self) -> None:
         """Drafts for the next step, into the state table."""

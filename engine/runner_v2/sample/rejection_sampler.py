@@ -61,7 +61,7 @@ class RejectionSampler:
 
     def __init__(self, sampler: Sampler, method: str = "standard", acceptance_rates: Sequence[float] = ()) -> None:
         self._sampler = sampler
-        self._method = method
+        self.method = method
         self._acceptance_rates: torch.Tensor | None = None
         if acceptance_rates:
             self._acceptance_rates = sampler.states.device.to_device(np.array(acceptance_rates, dtype=np.float32))
@@ -89,7 +89,7 @@ class RejectionSampler:
             grammar.apply(logits, sampler.form)
         verified = rejection_sample(
             self._processed(plan, logits, step), draft_logits, step.batch, sampler.states.temperature.gpu,
-            sampler.states.seeds.gpu, method=self._method, acceptance_rates=self._acceptance_rates,
+            sampler.states.seeds.gpu, method=self.method, acceptance_rates=self._acceptance_rates,
             all_greedy=plan.all_greedy, form=sampler.form,
         )  # fmt: skip
         logprobs = None
