@@ -168,8 +168,8 @@ class OutputProcessor:
             drafts = (trace.token_ids, trace.draft_probs, trace.confidences)
             hooks.emit(DraftProposed(*hooks.stamp(), *place, *drafts))
         if DraftVerified in hooks.wanted:
-            judged = (trace.method, trace.target_probs, trace.uniforms, trace.num_accepted, trace.next_token_id)
-            hooks.emit(DraftVerified(*hooks.stamp(), *place, *judged))
+            stamp, probs = hooks.stamp(), (trace.target_probs, trace.uniforms)
+            hooks.emit(DraftVerified(*stamp, *place, trace.method, *probs, trace.num_accepted, trace.next_token_id))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Drops a request whose children have just been ended; its last output, or None if it is unknown or

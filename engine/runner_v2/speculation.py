@@ -14,8 +14,9 @@ from kernels import expand_idx_mapping
 
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..dspark.target import forward_with_hidden
 from ..hooks import DRAFT_EVENTS
+from ..models import CausalLM
+from ..models.layer_outputs import LayerOutputs
 from ..sample.draft_trace import draft_tensors, padded_drafts, padded_rows
 from ..spec_decode import FinishedStep, RowTables, SpecDecoder
 from .async_output import empty_tokens
@@ -30,21 +31,31 @@ if TYPE_CHECKING:
 
 
 class Speculation:
-    """The drafter of an engine, and the rule that judges its drafts."""
+    """The drafter of an engine, and the rule that judges its drafts. `layer_outputs`: where the target leaves what the
+    drafter listens to; None if that is the last norm alone."""
 
-    def __init__(self, decoder: SpecDecoder, rejection_sampler: RejectionSampler) -> None:
+    def __init__(
+        self, decoder: SpecDecoder, rejection_sampler: RejectionSampler, layer_outputs: LayerOutputs | None
+    ) -> None:
         self.decoder = decoder
         self.rejection_sampler = rejection_sampler
+        self.layer_outputs = layer_outputs
         self.num_drafts = decoder.num_drafts
 
 
-def make_speculation(config: EngineConfig, decoder: SpecDecoder | None, sampler: Sampler) -> Speculation | None:
+def make_speculation(
+    config: EngineConfig, model: CausalLM, decoder: SpecDecoder | None, sampler: Sampler
+) -> Speculation | None:
     """None without a decoder."""
     spec = config.speculative_config
     if spec is None or decoder is None:
         return None
     rates = spec.conditional_acceptance_rates(decoder.num_drafts)
-    return Speculation(decoder, RejectionSampler(sampler, spec.rejection_sample_method, rates))
+    outputs = None
+    if layer_ids := getattr(decoder, "target_layer_ids", ()):
+        hidden_size, max_tokens = model.config.hidden_size, config.max_num_batched_tokens
+        outputs = LayerOutputs(layer_ids, hidden_size, max_tokens, model.dtype, model.device)
+    return Speculation(decoder, RejectionSampler(sampler, spec.rejection_sample_method, rates), outputs)
 
 
 class DraftedWork(StepWork):
@@ -73,16 +84,10 @@ class DraftedWork(StepWork):
 
     def forward(self) -> None:
         """The model over the flat input; with the outputs of the layers that the drafter listens to, if it does."""
-        layer_ids = getattr(self._speculation.decoder, "target_layer_ids", ())
-        if not layer_ids:
-            super().forward()
-            self._hidden_states = self._hidden
-            return
-        runner, t = self._runner, self.num_tokens_padded
+        runner, t, outputs = self._runner, self.num_tokens_padded, self._speculation.layer_outputs
         inputs = runner.model_state.prepare_inputs(self._buffers.input_ids[:t], self._buffers.positions[:t])
-        self._hidden, self._hidden_states = forward_with_hidden(
-            runner.model, **inputs, metadata=self.metadata, kv_cache=runner.kv_cache, layer_ids=layer_ids
-        )
+        self._hidden = runner.model(**inputs, metadata=self.metadata, kv_cache=runner.kv_cache, layer_outputs=outputs)
+        self._hidden_states = self._hidden if outputs is None else outputs.states[:t]
 
     def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, traced: bool = False) -> None:
         """5 and 23 to 29: judges the drafts, and draws a token behind those that are accepted.
@@ -119,10 +124,10 @@ class DraftedWork(StepWork):
         confidences = getattr(self._speculation.decoder, "confidences", None)
         if confidences is not None:  # by state row, and still those of the drafts that were judged
             confidences = confidences[self.idx_mapping]
-        judged = (verified.target_probs, verified.draft_probs, verified.uniforms)
         return draft_tensors(
             self._speculation.rejection_sampler.method, padded_drafts(step.token_ids, cu, n),
-            *(padded_rows(values, cu, n) for values in judged), confidences,
+            padded_rows(verified.target_probs, cu, n), padded_rows(verified.draft_probs, cu, n),
+            padded_rows(verified.uniforms, cu, n), confidences,
         )  # fmt: skip
 
     def propose(self) -> None:
