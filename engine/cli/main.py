@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from engine.config import closest
+from engine.dspark import cli as dspark
 from engine.models import DownloadError
 
 from . import bench, doctor, generate, model, step
@@ -34,7 +35,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Any]:
     parser = _Parser(prog="runnerscope", description="A small LLM engine with vLLM's two model runners, opened up.")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for module in (doctor, model, generate, step, bench):
+    for module in (doctor, model, generate, step, bench, dspark):
         module.add_parser(commands)
     return parser, commands
 

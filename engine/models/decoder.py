@@ -18,6 +18,7 @@ from ..attention.torch_backend import TorchAttention
 from ..attention.triton_backend import TritonAttention
 from .config import ModelConfig
 from .fused import can_fuse, fused_forward, fused_logits
+from .layer_outputs import LayerOutputs
 from .layers import Embedding, Linear, RMSNorm
 from .rope import RotaryEmbedding, apply_rope_
 
@@ -98,7 +99,14 @@ class CausalLM:
         """Where there is one, a step runs through fused.py; set it to None to run layer by layer."""
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Tensor,
+        layer_outputs: LayerOutputs | None = None,
+    ) -> Tensor:
         """One step over a flat batch of tokens; no device tensor is read on the host.
 
         Args:
@@ -106,18 +114,23 @@ class CausalLM:
             positions: i64 [t].
             metadata: the step's requests.
             kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], changed in place.
+            layer_outputs: filled, where given.
 
         Returns:
             Hidden states after the last norm, [t, hidden_size], in the model's dtype.
         """
         if self.triton_attention is not None:
-            return fused_forward(self, self.triton_attention, input_ids, positions, metadata, kv_cache)
+            return fused_forward(self, self.triton_attention, input_ids, positions, metadata, kv_cache, layer_outputs)
         x = self.embed_tokens(input_ids)
         rope = self.rotary_emb(positions)
         plan = self.attention.prepare(metadata, kv_cache)
         attend = partial(self.attention.forward, plan)
-        for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+        if layer_outputs is not None:
+            layer_outputs.record(-1, x)
+        for i, (layer, cache) in enumerate(zip(self.layers, kv_cache.unbind(0), strict=True)):
             x = layer(x, rope, attend, cache)
+            if layer_outputs is not None:
+                layer_outputs.record(i, x)
         self.attention.finish(plan, kv_cache)
         return self.norm(x)
 

@@ -18,6 +18,7 @@ from kernels.triton_support import TRITON_IMPORT_ERROR
 
 from ..attention.metadata import AttentionMetadata
 from ..attention.triton_backend import TritonAttention
+from .layer_outputs import LayerOutputs
 from .layers import Linear
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def fused_forward(
     positions: Tensor,
     metadata: AttentionMetadata,
     kv_cache: Tensor,
+    layer_outputs: LayerOutputs | None = None,
 ) -> Tensor:
     """As :meth:`engine.models.decoder.CausalLM.forward`; may be captured in a CUDA graph."""
     residual = model.embed_tokens(input_ids)
@@ -47,15 +49,19 @@ def fused_forward(
     def attend(qkv: Tensor, cache: Tensor, rotation: HeadRotation) -> Tensor:
         return attention.forward(plan, qkv, cache, rotation)
 
-    layers = zip(model.layers, kv_cache.unbind(0), strict=True)
+    layers = enumerate(zip(model.layers, kv_cache.unbind(0), strict=True))
     branch = None
-    if residual.shape[0] <= max_rows(residual):
-        for layer, cache in layers:
-            _few_rows(layer, residual, cache, _rotation(layer, model, positions), attend, attention.form)
-    else:
-        for layer, cache in layers:
-            rotation = _rotation(layer, model, positions)
+    if layer_outputs is not None:
+        layer_outputs.record(-1, residual)
+    few = residual.shape[0] <= max_rows(residual)
+    for i, (layer, cache) in layers:
+        rotation = _rotation(layer, model, positions)
+        if few:
+            _few_rows(layer, residual, cache, rotation, attend, attention.form)
+        else:
             branch = _many_rows(layer, branch, residual, cache, rotation, attend, attention.form)
+        if layer_outputs is not None:
+            layer_outputs.record(i, residual, branch)
     return add_rms_norm(branch, residual, model.norm.weight, model.norm.eps, form=attention.form)
 
 

@@ -109,7 +109,7 @@ class ModelRunnerV2:
         states = self.req_states
         token_table = TokenTable(states.all_token_ids.gpu, states.prompt_len.gpu, states.prefill_len.gpu)
         self.sampler = Sampler(self.sampling_states, form, token_table)
-        self.speculation = make_speculation(config, self.decoder, self.sampler)
+        self.speculation = make_speculation(config, self.model, self.decoder, self.sampler)
         self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None
