@@ -31,7 +31,7 @@ def unsupported_features(config: EngineConfig, use_v2: bool) -> list[str]:
             "Runner V1's rows move, and what a drawn draft was drawn from lies in a row: it drafts greedily only "
             "(draft_sample_method='greedy')."
         )
-    if not use_v2 and method is not None and config.async_scheduling:
+    if not use_v2 and method not in (None, "dspark") and config.async_scheduling:
         problems.append(
             "Runner V1's drafts are made of tokens that have reached the host, so it needs the plain loop: "
             "async_scheduling=False."
