@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .dashboard import Dashboard, open_workbench
     from .recording import Recording, RunnerStep, StepRecord
     from .session import Session
+    from .views.acceptance import AcceptanceView
     from .views.block_tables import BlockTablesView
     from .views.sampling import SamplingView
     from .views.state_rows import StateRowsView
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .views.tokens import TokensView
 
 __all__ = [
+    "AcceptanceView",
     "BlockTablesView",
     "Dashboard",
     "Recording",
@@ -33,6 +35,7 @@ __all__ = [
 
 # Imported at first use: sessions and recordings work, and `runnerscope lab` can say what is missing, without Jupyter.
 _HOME = {
+    "AcceptanceView": "views.acceptance",
     "BlockTablesView": "views.block_tables",
     "Dashboard": "dashboard",
     "Recording": "recording",

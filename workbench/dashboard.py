@@ -12,6 +12,7 @@ from engine import SamplingParams
 from .recording import StepRecord
 from .session import RUNNERS, Session
 from .settings import PROMPTS, SAMPLING, engine_defaults, from_form, to_form
+from .views.acceptance import AcceptanceView
 from .views.block_tables import BlockTablesView
 from .views.controls import ControlsView
 from .views.sampling import SamplingView
@@ -28,6 +29,7 @@ VIEWS: dict[str, type[LiveView]] = {
     "block_tables": BlockTablesView,
     "timeline": TimelineView,
     "sampling": SamplingView,
+    "acceptance": AcceptanceView,
 }
 """Every view of a step, by the name of its file and of its place in the grid."""
 
@@ -48,6 +50,9 @@ class Dashboard(ipywidgets.Box):
         draws = self.views["sampling"]
         draws.set_trait("watching", session.trace_sampling)
         draws.observe(self._trace_draws, "watching")
+        drafts = self.views["acceptance"]
+        drafts.set_trait("watching", session.trace_drafts)
+        drafts.observe(self._trace_drafts, "watching")
         self._ack = 0
         self._error = ""
         parts: dict[str, LiveView] = {"controls": self.controls, **self.views}
@@ -132,6 +137,10 @@ class Dashboard(ipywidgets.Box):
     def _trace_draws(self, change: Any) -> None:
         """The sampling view was opened or closed: a step pays for its traces only while somebody looks."""
         self.session.trace_sampling = change["new"]
+
+    def _trace_drafts(self, change: Any) -> None:
+        """The acceptance view was opened or closed."""
+        self.session.trace_drafts = change["new"]
 
     def _do(self, action: Callable[[], Any]) -> None:
         """Runs `action` and shows where that led, even if it raises."""

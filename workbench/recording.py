@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.hooks import Event, HostWait, SamplingTraced, SpanEnded
+from engine.hooks import DraftProposed, DraftVerified, Event, HostWait, SamplingTraced, SpanEnded
 from engine.snapshot import Snapshot
 
 from .codec import RecordingError, decode, decode_event, encode, encode_event
@@ -61,6 +61,11 @@ class RunnerStep:
     def draws(self) -> tuple[SamplingTraced, ...]:
         """How the tokens that came in this step were drawn, where that was traced."""
         return tuple(self.of(SamplingTraced))
+
+    @functools.cached_property
+    def rounds(self) -> tuple[tuple[DraftProposed, DraftVerified], ...]:
+        """The drafts whose judgement came in this step, where that was traced."""
+        return tuple(zip(self.of(DraftProposed), self.of(DraftVerified), strict=True))
 
     @functools.cached_property
     def engine_step(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine import LLM
-from engine.hooks import Event, SamplingTraced, SpanBegun, SpanEnded
+from engine.hooks import DRAFT_EVENTS, Event, SamplingTraced, SpanBegun, SpanEnded
 from engine.interrupts import deferred_interrupt
 from engine.snapshot import PendingSnapshot, Snapshot
 
@@ -66,10 +66,12 @@ class RunnerLog:
         self._stack = ExitStack()
         self._stack.enter_context(self.core.hooks.subscribe(Event, self._events.append))
         self._traces = ExitStack()
+        self._drafts = ExitStack()
 
     def close(self) -> None:
         """Ends the subscriptions and the engine; the steps stay."""
         self._traces.close()
+        self._drafts.close()
         self._stack.close()
         self.llm.close()
 
@@ -78,6 +80,12 @@ class RunnerLog:
         self._traces.close()
         if on:
             self._traces.enter_context(self.core.hooks.subscribe(SamplingTraced, self._events.append))
+
+    def trace_drafts(self, on: bool) -> None:
+        """From the next step on, records what becomes of each draft, or no longer."""
+        self._drafts.close()
+        if on:
+            self._drafts.enter_context(self.core.hooks.subscribe(DRAFT_EVENTS, self._events.append))
 
     @property
     def _began(self) -> bool:

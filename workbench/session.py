@@ -29,7 +29,8 @@ class Session:
     chat) or a list of them; they become requests A, B, C, … on every runner. `sampling_params` is one for all or a
     list, greedy with 32 tokens if left out; with `chat` a text is a user's message and goes through the model's chat
     template. With `trace_sampling` every draw is recorded for the view "sampling", which costs each step work of its
-    own. The other keywords are those of `engine.LLM`; the runners share one copy of the weights.
+    own; with `trace_drafts` what becomes of each draft, for the view "acceptance". The other keywords are those of
+    `engine.LLM`; the runners share one copy of the weights.
 
     The runners work one after the other, never at once, so that neither disturbs the other's times. `back` and `goto`
     move a cursor over the recorded steps; the engines never rewind. From an earlier cursor, `step` and `run` first move
@@ -44,10 +45,12 @@ class Session:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat: bool = False,
         trace_sampling: bool = False,
+        trace_drafts: bool = False,
         **engine_keywords: Any,
     ) -> None:
         self._logs: list[RunnerLog] = []
         self._trace_sampling = trace_sampling
+        self._trace_drafts = trace_drafts
         self._keywords: dict[str, Any] = {}
         self._start(
             {"prompts": prompts, "runners": runners, "sampling_params": sampling_params, "chat": chat}, engine_keywords
@@ -68,6 +71,7 @@ class Session:
             log.close()
         self._given, self._keywords, self._logs = given, keywords, logs
         self.trace_sampling = self._trace_sampling
+        self.trace_drafts = self._trace_drafts
         self._cursor = 0
         self._at_open = False
         self._names = 0
@@ -141,6 +145,17 @@ class Session:
         self._trace_sampling = on
         for log in self._logs:
             log.trace_sampling(on)
+
+    @property
+    def trace_drafts(self) -> bool:
+        """Whether the next steps record what becomes of each draft; it may be set at any time."""
+        return self._trace_drafts
+
+    @trace_drafts.setter
+    def trace_drafts(self, on: bool) -> None:
+        self._trace_drafts = on
+        for log in self._logs:
+            log.trace_drafts(on)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -267,6 +282,7 @@ class Session:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat: bool | None = None,
         trace_sampling: bool | None = None,
+        trace_drafts: bool | None = None,
         **changes: Any,
     ) -> StepRecord:
         """Begins anew, with fresh engines and these changes; what is left out stays. Weights stay loaded if they can.
@@ -278,6 +294,8 @@ class Session:
         self._start(given, {**self._keywords, **changes})
         if trace_sampling is not None:
             self.trace_sampling = trace_sampling
+        if trace_drafts is not None:
+            self.trace_drafts = trace_drafts
         return self.record
 
     def add(self, prompt: Any, sampling_params: SamplingParams | None = None) -> str:
@@ -316,6 +334,7 @@ class Session:
             for request in done.snapshot.requests:
                 seen += [request.prompt_token_ids, request.output_token_ids]
             seen += [draw.trace.token_ids for draw in done.draws]
+            seen += [(*proposed.token_ids, verified.next_token_id) for proposed, verified in done.rounds]
             for token in set().union(*seen) - text.keys():
                 text[token] = self._token_text(token)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import workbench
+from tests.workbench.drafted import make_drafted_record
 from tests.workbench.drawn import make_drawn_record
 from tests.workbench.fixtures import make_record
-from workbench.views import sampling
+from workbench.views import acceptance, sampling
 from workbench.widget import load_module
 
 HERE = Path(__file__).parent
@@ -40,6 +41,13 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "greedy": make_drawn_record(greedy=True, runners=("v1",)),
     }
     models["sampling"] = {name: sampling.view_model(record) for name, record in drawn.items()}
+    drafted = {
+        "closed": make_record(),
+        "small": make_drafted_record(confident=True, requests=2, steps=30, max_tokens=24, blocks=128),
+        "many": make_drafted_record(requests=64, blocks=512, rows=64, steps=6),
+        "synthetic": make_drafted_record(method="synthetic", runners=("v1",)),
+    }
+    models["acceptance"] = {name: acceptance.view_model(record) for name, record in drafted.items()}
     (place / "models.json").write_text(json.dumps(models), encoding="utf-8")
     return place
 

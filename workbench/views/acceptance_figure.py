@@ -1,0 +1,134 @@
+"""The static twin of the acceptance view: HTML tables with inline styles, the reliability diagram as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..html import Markup, h, join
+
+_QUIET = "color:#667078"
+_CELL = "padding:2px 6px;border:0;background-color:#fff;text-align:left;vertical-align:top;white-space:nowrap"
+_NUMBER = _CELL + ";text-align:right;font-variant-numeric:tabular-nums"
+_HEAD = _CELL + ";font-weight:600;border-bottom:1px solid #ddd"
+_TABLE = "border-collapse:separate;border-spacing:2px;margin:0;font-size:12px"
+OUTCOMES = {
+    "accepted": "background:#c7e9dc;border-top:3px solid #009E73",
+    "rejected": "background:#f8d9c8;border-top:3px solid #D55E00",
+    "dropped": "background:#f1f1f1;border-top:3px solid #b5b5b5;color:#667078",
+    "corrected": "background:#fbe7c0;border-top:3px solid #E69F00",
+    "bonus": "background:#c9e7f8;border-top:3px solid #0072B2",
+}
+SIDE = 168
+"""Of the diagram, in pixels."""
+
+
+def draw(model: Mapping[str, Any]) -> Markup:
+    """The view model of acceptance.py as HTML."""
+    title = h("div", h("b", "acceptance"), h("small", f" {model['note']}", style=_QUIET), style="margin-bottom:4px")
+    legend = [h("span", kind, style=f"padding:0 6px;margin-right:4px;{style}") for kind, style in OUTCOMES.items()]
+    return join(title, h("div", legend, style="font-size:12px;margin-bottom:6px"), [_panel(p) for p in model["panels"]])
+
+
+def _panel(panel: Mapping[str, Any]) -> Markup:
+    warning = h("div", panel["synthetic"], style="color:#b34700;font-weight:600") if panel["synthetic"] else None
+    parts = [_blocks(panel), _positions(panel), _history(panel["history"])]
+    if panel["reliability"]:
+        parts.append(_reliability(panel["reliability"]))
+    return h(
+        "div",
+        h("div", h("b", panel["title"]), f" {panel['rule']}: {panel['say']}"),
+        warning,
+        h("div", parts, style="display:flex;flex-wrap:wrap;gap:10px 26px;align-items:flex-start"),
+        style="margin-bottom:10px",
+    )
+
+
+def _blocks(panel: Mapping[str, Any]) -> Markup:
+    head = h("tr", h("th", "position", style=_HEAD), h("th", "accepted", style=_HEAD), h("th", "block", style=_HEAD))
+    rows = [
+        h(
+            "tr",
+            h("td", block["at"], title=f"came in step {block['step']}", style=_NUMBER),
+            h("td", block["n"], style=_NUMBER),
+            [_token(cell) for cell in block["cells"]],
+        )
+        for block in panel["blocks"]
+    ]
+    return h("div", h("small", panel["more"], style=_QUIET), _table(head, rows))
+
+
+def _token(cell: Mapping[str, Any]) -> Markup:
+    text = [h("span", part, style="opacity:.6" if i % 2 else "") for i, part in enumerate(cell["p"]) if part]
+    numbers = [h("div", f"{name} {value}") for name, value in cell["v"]]
+    small = h("div", numbers or cell["k"], style="font-size:11px;font-variant-numeric:tabular-nums")
+    return h("td", h("div", text), small, title=cell["t"], style=f"{_CELL};white-space:pre;{OUTCOMES[cell['k']]}")
+
+
+def _positions(panel: Mapping[str, Any]) -> Markup:
+    head = h("tr", [h("th", text, style=_HEAD) for text in ("k", "if reached", "prefix", "of")])
+    rows = []
+    for one in panel["positions"]:
+        stand, reached, number = one["of"]
+        count = f"{stand} / {reached} / {number}"
+        rows.append(h("tr", h("td", one["k"], style=_NUMBER), _share(one["c"]), _share(one["a"]), h("td", count)))
+    return _table(head, rows)
+
+
+def _share(value: float | None) -> Markup:
+    if value is None:
+        return h("td", "–", style=_NUMBER)
+    bar = f"linear-gradient(90deg,#c7e9dc 0 {100 * value:.1f}%,#f4f5f6 {100 * value:.1f}%)"
+    return h("td", percent(value), style=f"{_NUMBER};min-width:84px;background:{bar}")
+
+
+def _history(history: Mapping[str, Any]) -> Markup:
+    *columns, _ = history["totals"]
+    names = [str(a) if a == b else f"{a}–{b}" for a, b in history["steps"]]
+    head = h("tr", [h("th", text, style=_HEAD) for text in ("accepted", *names, "all")])
+    rows = []
+    for length, counts in history["rows"]:
+        cells = [
+            h("td", count or "", style=f"{_NUMBER};background:rgba(0,158,115,{count / max(total, 1):.3f})")
+            for count, total in zip(counts, [*columns, history["totals"][-1]], strict=True)
+        ]
+        rows.append(h("tr", h("td", length, style=_NUMBER), cells))
+    return h("div", h("small", "blocks by accepted length, in each stretch of steps", style=_QUIET), _table(head, rows))
+
+
+def _reliability(found: Mapping[str, Any]) -> Markup:
+    most = max(count for *_, count in found["points"])
+    points = [
+        h(
+            "circle",
+            h("title", f"said {said:.3f}, happened {happened:.3f}, {count} prefixes"),
+            cx=round(SIDE * said, 1),
+            cy=round(SIDE * (1 - happened), 1),
+            r=round(2 + 5 * (count / most) ** 0.5, 1),
+            fill="#0072B2",
+            fill_opacity=0.75,
+        )
+        for said, happened, count in found["points"]
+    ]
+    plot = h(
+        "svg",
+        h("rect", width=SIDE, height=SIDE, fill="#f4f5f6"),
+        h("line", x1=0, y1=SIDE, x2=SIDE, y2=0, stroke="#8c959f", stroke_dasharray="4 3"),
+        points,
+        viewBox=f"-8 -8 {SIDE + 16} {SIDE + 16}",
+        width=SIDE + 16,
+        height=SIDE + 16,
+        role="img",
+        aria_label="reliability of the confidences",
+    )
+    say = f"confidence → share accepted; {found['num']:,} prefixes, ECE {found['ece']:.3f}"
+    return h("div", h("small", say, style=_QUIET), h("div", plot))
+
+
+def _table(head: Markup, rows: list[Markup]) -> Markup:
+    return h("div", h("table", h("thead", head), h("tbody", rows), style=_TABLE), style="overflow-x:auto")
+
+
+def percent(share: float) -> str:
+    """As the live view writes it."""
+    return f"{100 * share:.0f} %"
