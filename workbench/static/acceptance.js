@@ -46,7 +46,7 @@ function diagram({ points, num, ece }) {
     svg("circle", { cx: (SIDE * said).toFixed(1), cy: (SIDE * (1 - happened)).toFixed(1), r: (2 + 5 * Math.sqrt(count / most)).toFixed(1) },
       title(`said ${said.toFixed(3)}, happened ${happened.toFixed(3)}, ${count} prefixes`)));
   const size = SIDE + 16;
-  return el("div", {}, el("p", { class: "rs-quiet" }, `confidence → share accepted; ${num} prefixes, ECE ${ece.toFixed(3)}`),
+  return el("div", {}, el("p", { class: "rs-quiet" }, `confidence of a prefix → share accepted ↑; ${num} prefixes, ECE ${ece.toFixed(3)}`),
     svg("svg", { viewBox: `-8 -8 ${size} ${size}`, width: size, height: size, role: "img", "aria-label": "reliability of the confidences" },
       svg("rect", { width: SIDE, height: SIDE }), svg("line", { x1: 0, y1: SIDE, x2: SIDE, y2: 0 }), dots));
 }
@@ -56,11 +56,14 @@ function panel(one) {
     el("p", {}, el("b", {}, one.title), ` ${one.rule}: ${one.say}`),
     one.synthetic ? el("p", { class: "rs-synthetic", role: "note" }, one.synthetic) : null,
     el("div", { class: "rs-parts" },
-      el("div", {}, one.more ? el("p", { class: "rs-quiet" }, one.more) : null,
+      el("div", { class: "rs-blocks" }, one.more ? el("p", { class: "rs-quiet" }, one.more) : null,
         table(`blocks of ${one.title}`, ["position", "accepted", "block"], one.blocks.map(block))),
-      table(`acceptance by position of ${one.title}`, ["k", "if reached", "prefix", "of"], one.positions.map(position)),
-      over(one.history),
-      one.reliability ? diagram(one.reliability) : null));
+      el("div", { class: "rs-numbers" },
+        el("div", { class: "rs-parts" },
+          el("div", {}, el("p", { class: "rs-quiet" }, "acceptance of the k-th draft: of those reached, and of all"),
+            table(`acceptance by position of ${one.title}`, ["k", "conditional", "prefix", "stand / reached / all"], one.positions.map(position))),
+          one.reliability ? diagram(one.reliability) : null),
+        over(one.history))));
 }
 
 function choices(requests) {

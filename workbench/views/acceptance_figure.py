@@ -10,7 +10,9 @@ from ..html import Markup, h, join
 _QUIET = "color:#667078"
 _CELL = "padding:2px 6px;border:0;background-color:#fff;text-align:left;vertical-align:top;white-space:nowrap"
 _NUMBER = _CELL + ";text-align:right;font-variant-numeric:tabular-nums"
-_HEAD = _CELL + ";font-weight:600;border-bottom:1px solid #ddd"
+_LEFT = _CELL + ";font-weight:600;border-bottom:1px solid #ddd"
+_HEAD = _LEFT + ";text-align:right"
+_PARTS = "display:flex;flex-wrap:wrap;gap:10px 26px;align-items:flex-start"
 _TABLE = "border-collapse:separate;border-spacing:2px;margin:0;font-size:12px"
 OUTCOMES = {
     "accepted": "background:#c7e9dc;border-top:3px solid #009E73",
@@ -32,20 +34,19 @@ def draw(model: Mapping[str, Any]) -> Markup:
 
 def _panel(panel: Mapping[str, Any]) -> Markup:
     warning = h("div", panel["synthetic"], style="color:#b34700;font-weight:600") if panel["synthetic"] else None
-    parts = [_blocks(panel), _positions(panel), _history(panel["history"])]
-    if panel["reliability"]:
-        parts.append(_reliability(panel["reliability"]))
+    reliability = _reliability(panel["reliability"]) if panel["reliability"] else None
+    numbers = h("div", h("div", _positions(panel), reliability, style=_PARTS), _history(panel["history"]))
     return h(
         "div",
         h("div", h("b", panel["title"]), f" {panel['rule']}: {panel['say']}"),
         warning,
-        h("div", parts, style="display:flex;flex-wrap:wrap;gap:10px 26px;align-items:flex-start"),
+        h("div", _blocks(panel), numbers, style=_PARTS),
         style="margin-bottom:10px",
     )
 
 
 def _blocks(panel: Mapping[str, Any]) -> Markup:
-    head = h("tr", h("th", "position", style=_HEAD), h("th", "accepted", style=_HEAD), h("th", "block", style=_HEAD))
+    head = h("tr", h("th", "position", style=_HEAD), h("th", "accepted", style=_HEAD), h("th", "block", style=_LEFT))
     rows = [
         h(
             "tr",
@@ -66,13 +67,16 @@ def _token(cell: Mapping[str, Any]) -> Markup:
 
 
 def _positions(panel: Mapping[str, Any]) -> Markup:
-    head = h("tr", [h("th", text, style=_HEAD) for text in ("k", "if reached", "prefix", "of")])
+    head = h("tr", [h("th", text, style=_HEAD) for text in ("k", "conditional", "prefix", "stand / reached / all")])
     rows = []
     for one in panel["positions"]:
         stand, reached, number = one["of"]
         count = f"{stand} / {reached} / {number}"
-        rows.append(h("tr", h("td", one["k"], style=_NUMBER), _share(one["c"]), _share(one["a"]), h("td", count)))
-    return _table(head, rows)
+        rows.append(
+            h("tr", h("td", one["k"], style=_NUMBER), _share(one["c"]), _share(one["a"]), h("td", count, style=_NUMBER))
+        )
+    note = h("small", "acceptance of the k-th draft: of those reached, and of all", style=_QUIET)
+    return h("div", note, _table(head, rows))
 
 
 def _share(value: float | None) -> Markup:
@@ -105,8 +109,8 @@ def _reliability(found: Mapping[str, Any]) -> Markup:
             cx=round(SIDE * said, 1),
             cy=round(SIDE * (1 - happened), 1),
             r=round(2 + 5 * (count / most) ** 0.5, 1),
-            fill="#0072B2",
-            fill_opacity=0.75,
+            fill="#56B4E9",
+            stroke="#0072B2",
         )
         for said, happened, count in found["points"]
     ]
@@ -121,7 +125,7 @@ def _reliability(found: Mapping[str, Any]) -> Markup:
         role="img",
         aria_label="reliability of the confidences",
     )
-    say = f"confidence → share accepted; {found['num']:,} prefixes, ECE {found['ece']:.3f}"
+    say = f"confidence of a prefix → share accepted ↑; {found['num']:,} prefixes, ECE {found['ece']:.3f}"
     return h("div", h("small", say, style=_QUIET), h("div", plot))
 
 
