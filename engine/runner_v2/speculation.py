@@ -123,7 +123,7 @@ class DraftedWork(StepWork):
         cu, n, verified = step.cu_num_logits, step.max_drafts, output.verified
         confidences = getattr(self._speculation.decoder, "confidences", None)
         if confidences is not None:  # by state row, and still those of the drafts that were judged
-            confidences = confidences[self.idx_mapping]
+            confidences = confidences[self.idx_mapping.long()]
         return draft_tensors(
             self._speculation.rejection_sampler.method, padded_drafts(step.token_ids, cu, n),
             padded_rows(verified.target_probs, cu, n), padded_rows(verified.draft_probs, cu, n),

@@ -41,13 +41,13 @@ def test_drafts_are_opened_chosen_and_closed(page: Page, lab: LabServer, shots: 
     dashboard.press("run")
     expect(view.locator("td.rs-accepted").first).to_be_visible()
     expect(view.locator("section")).to_have_count(2)
-    dashboard.root.screenshot(path=shots / "acceptance-light.png")
+    view.screenshot(path=shots / "acceptance-light.png")
     before = view.locator("table").first.inner_text()
     view.locator("[data-request=B]").click()
     expect(view.locator(".rs-heading")).to_contain_text("request B")
     assert view.locator("table").first.inner_text() != before
     choose_theme(page, "Dark")
-    dashboard.root.screenshot(path=shots / "acceptance-dark.png")
+    view.screenshot(path=shots / "acceptance-dark.png")
     choose_theme(page, "Light")  # the setting outlives the page
     view.get_by_role("button", name="hide").click()
     expect(view.locator("table")).to_have_count(0)

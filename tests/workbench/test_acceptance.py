@@ -12,6 +12,7 @@ import pytest
 
 from engine import SamplingParams
 from engine.hooks import DRAFT_EVENTS
+from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.workbench.drafted import MAX_DRAFTS, make_drafted_record, make_drafted_recording
 from tests.workbench.fixtures import EVIL, PIECES, make_record
 from tests.workbench.sessions import prompt, tiny_session
@@ -181,6 +182,25 @@ def test_a_session_traces_when_asked_and_the_recording_keeps_it(tmp_path: Path) 
     record = session.run_until("end")
     loaded = Recording.load(session.recording.save(tmp_path / "run.json.gz"))
     assert view_model(loaded.steps[-1]) == view_model(record) != CLOSED
+
+
+def test_a_trained_drafters_confidences_reach_the_diagram() -> None:
+    head = HEADS[0]
+    with_confidences: dict[str, Any] = {
+        "model": str(ROOT / head / "target"),
+        "load_format": "auto",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_batched_tokens": 64,
+        "speculative_config": {"method": "dspark", "model": str(ROOT / head / "draft")},
+        "sampling_params": SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    }
+    ids = golden(head).values["prompt"].tolist()
+    session = tiny_session([{"prompt_token_ids": ids}], runners="v2", trace_drafts=True, **with_confidences)
+    (shown,) = view_model(session.run_until("end"))["panels"]
+    drafts = [cell for block in shown["blocks"] for cell in block["cells"] if cell["v"]]
+    assert drafts and all([name for name, _ in cell["v"]] == ["p", "q", "u", "c"] for cell in drafts)
+    assert shown["reliability"]["num"] == sum(one["of"][2] for one in shown["positions"])
 
 
 def test_a_step_is_traced_only_while_the_view_is_open() -> None:
