@@ -11,8 +11,9 @@ lab: model            ## checks, three steps on V1 and V2, then JupyterLab (the 
 	$(BIN)/runnerscope step --runner both
 	$(BIN)/runnerscope lab
 
-test: model           ## everything: unit, parity and browser tests, then the notebooks
-	$(PYTEST) tests
+test: model           ## everything: unit and parity tests, then the browser's, then the notebooks
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "not browser" tests
+	$(PYTEST) -m browser tests
 	$(PYTEST) --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg notebooks
 
 check: $(STAMP)       ## lint, types, fast tests: under two minutes

@@ -49,7 +49,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bad_words_token_ids": [MANY]}, "1025 ids: at most 1024"),
     *[
         ({"logits_processors": value}, "logits_processors")
-        for value in (Nothing(), [lambda logits, rows: logits], [Nothing], [None], "x")
+        for value in (Nothing(), [len], [Nothing], [None], "x")
     ],
     *[
         ({name: value}, f"{name}=.*at least 0, -1 for the whole vocabulary")
