@@ -27,8 +27,8 @@ SYNTHETIC = (
 )
 HELP = {
     "accepted": "the draft stands",
-    "rejected": "the draft is thrown away, and those behind it with it",
-    "dropped": "not judged any more: a draft before it was rejected",
+    "rejected": "the first draft that does not stand",
+    "dropped": "thrown away with the rejected one, whatever its own numbers",
     "corrected": "drawn by the target in place of the rejected draft",
     "bonus": "drawn by the target behind drafts that all stand",
 }
