@@ -165,9 +165,12 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times are seconds on `time.monotonic`'s clock; None until it happened. Drafts: `num_drafts` rounds verified
-    `num_draft_tokens` of them and accepted `num_accepted_tokens`; `accepted_per_round` has an entry for each round. Of
-    n completions they are the sums, the rounds one completion after the other."""
+    """Times are seconds on `time.monotonic`'s clock; None until it happened.
+
+    Drafts: `num_drafts` rounds had room for `num_draft_tokens` of them and accepted `num_accepted_tokens`;
+    `accepted_per_round` has an entry for each round. V2's host doesn't know how many were found: its every decode with
+    room for drafts is a round, of as many as there was room for; V1's are those with drafts. Of n completions they are
+    the sums, the rounds one completion after the other."""
 
     arrival_time: float
     first_scheduled_time: float | None

@@ -177,6 +177,8 @@ class Scheduler:
         """Counts the steps from now on in which all will decode again, in the blocks that they have and to no end."""
         table, rows = self.table, plan.rows
         self._steady_steps = 0
+        if self.config.speculative_config is not None:
+            return  # what comes after a step depends on drafts that aren't there yet
         if len(rows) and len(rows) == len(table) and not plan.all_token_ids and (plan.num_tokens == 1).all():
             # As it will be behind this step.
             computed = plan.num_computed_tokens + 1

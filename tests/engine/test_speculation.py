@@ -132,6 +132,17 @@ def test_accepted_drafts_save_steps(runner: str, loop: str) -> None:
     assert accepted > 5 and accepted - idle <= steps[0] - steps[1] <= accepted, (steps, output.metrics)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_draft_is_lost_on_the_way(seed: int) -> None:
+    """Blocks are long, so that steps without drafts are all alike: V1 verifies what it has found behind one of them."""
+    accepted = {}
+    for runner in ("v1", "v2"):
+        with tiny_llm(runner, "plain", block_size=16, **ngram(4)) as llm:
+            (output,) = llm.generate(ids(*prompt_of(9, seed)), greedy(54), use_tqdm=False)
+            accepted[runner] = [count for count in output.metrics.accepted_per_round if count]
+    assert accepted["v1"] == accepted["v2"]
+
+
 @pytest.mark.parametrize(("runner", "loop"), SIDES)
 @pytest.mark.parametrize("min_tokens", [0, 20])
 def test_an_answer_ends_at_the_same_stop_inside_accepted_drafts(runner: str, loop: str, min_tokens: int) -> None:
