@@ -17,6 +17,8 @@ from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.engine.engine_helpers import TraceRequest, greedy, ids, prompt_of, run_trace, tiny_llm
 from tests.engine.test_sync_budget import counting_steps
 
+pytestmark = pytest.mark.slow
+
 SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
 REPEATING = (prompt_of(5, 1) * 6)[:26]
 # So few tokens are allowed that a text repeats itself.

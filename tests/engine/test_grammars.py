@@ -26,6 +26,8 @@ from tests.engine.grammars import CASES, NO_STOPS, allowed, alphabet, byte_of, s
 from tests.engine.random_schemas import fits, random_schema
 from tests.engine.tiny_text import letters, raw_bytes, text_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:

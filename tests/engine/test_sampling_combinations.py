@@ -17,6 +17,8 @@ from engine.sample.logits_processors import LogitsProcessor, LogitsRows
 from tests.engine.engine_helpers import VOCAB, assert_empty, close, ids, make_llm
 from tests.engine.tiny_text import raw_bytes, text_model
 
+pytestmark = pytest.mark.slow
+
 
 class Alternate(LogitsProcessor):
     """Even ids at even positions."""

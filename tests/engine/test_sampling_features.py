@@ -30,6 +30,8 @@ from tests.engine.engine_helpers import (
 from tests.engine.hf_reference import hf_logits, hf_model
 from tests.engine.sampling_reference import processed
 
+pytestmark = pytest.mark.slow
+
 
 class Favourite(LogitsProcessor):
     """The token whose id is the number of known tokens, modulo, gets a bonus: prompt and output both count."""

@@ -21,6 +21,8 @@ from tests.engine.engine_helpers import (
 )
 from tests.engine.hf_reference import hf_logits, hf_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 7, 5, 4, 8]
 NUM_DRAWS = 2000
 

@@ -47,10 +47,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bad_words_token_ids": [[i] for i in range(129)]}, "129 sequences of 129 tokens.*at most 128 sequences"),
     ({"bad_words_token_ids": [MANY[:600], MANY[1:600]]}, "1199 tokens.*at most.*1024 tokens"),
     ({"bad_words_token_ids": [MANY]}, "1025 ids: at most 1024"),
-    *[
-        ({"logits_processors": value}, "logits_processors")
-        for value in (Nothing(), [len], [Nothing], [None], "x")
-    ],
+    *[({"logits_processors": value}, "logits_processors") for value in (Nothing(), [len], [Nothing], [None], "x")],
     *[
         ({name: value}, f"{name}=.*at least 0, -1 for the whole vocabulary")
         for name in ("logprobs", "prompt_logprobs")

@@ -31,6 +31,8 @@ from tests.engine.engine_helpers import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.slow
+
 SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
 
 

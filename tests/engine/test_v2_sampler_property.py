@@ -16,7 +16,10 @@ from tests.engine.sampler_bench import SamplerBench, sampler_bench
 from tests.engine.sampling_reference import processed
 from tests.engine.test_v2_sampler import some_params, token_lists
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy: -inf - -inf
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.slow,
+]  # the interpreter's NumPy: -inf - -inf
 VOCAB, MAX_REQS = 40, 3
 STOP_IDS = (8, 9)
 

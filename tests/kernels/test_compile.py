@@ -8,6 +8,8 @@ import torch
 import kernels
 from kernels.triton_support import triton
 
+pytestmark = pytest.mark.slow
+
 I32, I64, F32, BF16 = "*i32", "*i64", "*fp32", "*bf16"
 ROTATION = (I64, F32, BF16, BF16, "fp32")
 NO_ROTATION = dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))

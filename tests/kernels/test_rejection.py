@@ -8,7 +8,10 @@ from tests.kernels.rejection_batches import Drafted, drafted_batch
 from tests.kernels.sampling_batches import NEG_INF
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy: -inf - -inf, log(0)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.slow,
+]  # the interpreter's NumPy: -inf - -inf, log(0)
 FORMS = ("torch", "interpret")
 ALL_FORMS = ("loop", *FORMS)
 METHODS = ("standard", "block", "synthetic")

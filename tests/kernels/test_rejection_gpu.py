@@ -10,6 +10,8 @@ from tests.kernels.rejection_batches import drafted_batch
 from tests.kernels.test_compile import F32, I32, I64, interpret_first, test_compiles_for_hopper
 from tests.kernels.test_rejection import METHODS, assert_same, run
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["interpret_first"]  # the fixture
 compiles_for_hopper = test_compiles_for_hopper
 del test_compiles_for_hopper

@@ -21,6 +21,8 @@ from kernels import (
 from kernels import noise as noise_module
 from tests.kernels.test_gumbel import chi_square_z
 
+pytestmark = pytest.mark.slow
+
 TRIALS, VOCAB, LENGTH, START = 100_000, 4, 4, 20
 # Row t: the logits behind token t.
 TARGET = torch.tensor([[0.0, 1.0, -1.0, 0.5], [2.0, 0.0, 0.3, -2.0], [-0.5, 0.4, 1.5, 0.0], [0.2, -3.0, 0.1, 0.3]])

@@ -17,7 +17,7 @@ from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 # The interpreter's NumPy says so where a GPU is silent: -inf - -inf, exp of what is too large.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.slow]
 ALL_FORMS = ("loop", "torch", "interpret")
 NEG_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 # How far a probability and a logit at the border may be from where float64 puts it.

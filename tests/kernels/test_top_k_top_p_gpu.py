@@ -11,6 +11,8 @@ from tests.kernels.test_compile import F32, I32, I64
 from tests.kernels.test_compile import test_compiles_for_hopper as compile_for_hopper
 from tests.kernels.test_top_k_top_p import KINDS, check_row, draws, make_row, tensors
 
+pytestmark = pytest.mark.slow
+
 ROW_ARGS = (F32, "i32", "i32", I32, I32, F32, F32)
 TILING = {"TILES": 16, "TILE": 256}
 CANDIDATES = {"TILES": 8, "TILE": 256, "CAP": 1024, "BLOCK": 1024}

@@ -22,6 +22,8 @@ from workbench.views.acceptance import BLOCKS, CLOSED, HELP, figure, traced, vie
 from workbench.views.acceptance_figure import OUTCOMES
 from workbench.views.acceptance_numbers import COLUMNS, Round, by_position, confidence_reliability, over_time
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {"runners": ("v1", "v2"), "requests": 3, "steps": 40, "max_tokens": 30, "blocks": 128}
 RECORD = make_drafted_record(**LONG)
 ROUNDS = traced(RECORD)["v2"]

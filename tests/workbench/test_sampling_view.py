@@ -21,6 +21,8 @@ from workbench.recording import StepRecord
 from workbench.views.sampling import CLOSED, WINDOW, figure, traced, view_model
 from workbench.views.sampling_panel import ROWS
 
+pytestmark = pytest.mark.slow
+
 RECORD = make_drawn_record(runners=("v1", "v2"), steps=6)
 RANDOM = SamplingParams(temperature=0.8, seed=3, top_p=0.9, max_tokens=6, ignore_eos=True)
 

@@ -10,6 +10,8 @@ from engine.attention.triton_backend import TritonAttention
 from tests.engine.attention.batches import make_batch
 from tests.engine.attention.test_torch_backend import BATCHES, BLOCK_SIZE, CPU, DIM, TABLES
 
+pytestmark = pytest.mark.slow
+
 HEADS, KV_HEADS = 6, 2
 FORMS = ("torch", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 

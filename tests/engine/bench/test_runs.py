@@ -14,6 +14,8 @@ from engine.bench.step_costs import SUMMARY_EVENTS
 from engine.bench.workloads import STANDARD
 from engine.hooks import Event, OutputDelivered, Sampled
 
+pytestmark = pytest.mark.slow
+
 SPEC = STANDARD["AT"].resized(4, 16, 20)
 
 

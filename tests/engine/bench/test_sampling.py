@@ -11,6 +11,8 @@ from engine.bench.sampling import CASES, measure_prompt_logprobs, measure_sampli
 from engine.models import load_model
 from runnerscope import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_case_is_measured_on_both_sides() -> None:
     loaded = load_model(

@@ -11,6 +11,8 @@ import runnerscope
 from engine.bench.startup import start_again
 from tests.engine.bench.conftest import MODEL
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--model", "tiny-qwen3", "--requests", "4", "--input-len", "16", "--output-len", "16", "--threads", "1"]
 
 

@@ -11,6 +11,8 @@ from engine.dspark.calibration import Calibration
 from tests.engine.dspark.golden import ROOT
 from tests.engine.tiny_text import letters, text_model
 
+pytestmark = pytest.mark.slow
+
 TRAIN = ["--num-sequences", "8", "--max-tokens", "12", "--steps", "4", "--batch-size", "4", "--num-anchors", "4"]
 SHAPE = ["--draft-block", "3", "--markov-rank", "8", "--intermediate-size", "32", "--target-layer-ids", "-1", "0"]
 

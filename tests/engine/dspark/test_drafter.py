@@ -25,6 +25,8 @@ from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
 from tests.engine.dspark.paged import BLOCK_SIZE, MAX_LEN, PagedLoop, Request
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
+pytestmark = pytest.mark.slow
+
 
 def loop_of(given: Golden, form: str = "torch", **kwargs: object) -> PagedLoop:
     return PagedLoop(given.target, given.config, given.weights, form, **kwargs)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from engine import LLM
 from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.engine.engine_helpers import LOOPS, TraceRequest, both_loops, greedy, ids, prompt_of, run_trace
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"max_model_len": 96, "max_num_seqs": 5, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
 
 

@@ -16,6 +16,8 @@ from engine.dspark.evaluate import (
 )
 from tests.engine.dspark.golden import HEADS, golden
 
+pytestmark = pytest.mark.slow
+
 
 def golden_sequences(head: str) -> Sequences:
     given = golden(head)

@@ -13,6 +13,8 @@ from tests.engine.spec_decode.rounds import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, Rou
 from tests.kernels.test_gumbel import chi_square_z
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 11, 3, 8, 8, 1], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 CPU = torch.device("cpu")
 

@@ -29,6 +29,8 @@ from engine.sample.logprobs import rows_to_dicts
 from tests.engine.sampling_reference import processed
 from tests.kernels.test_gumbel import chi_square_z
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 23
 FEATURES: dict[str, Any] = {
     "presence_penalty": 0.7,

@@ -20,7 +20,10 @@ from tests.engine.test_v2_sampler_logprobs import check_entry
 from tests.kernels.test_gumbel import chi_square_z
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy: -inf - -inf
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.slow,
+]  # the interpreter's NumPy: -inf - -inf
 FORMS = ("torch", "interpret", "loop")
 VOCAB = 40
 FEATURES: dict[str, Any] = {
