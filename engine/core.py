@@ -54,6 +54,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, keep_finished: bool = False) -> None:
         self.use_v2 = choose_runner(config)
         model_max_len = loaded.config.max_position_embeddings
+        # A drafter needs all but the number of blocks, which follows from what it takes.
         self.config = config.resolve(model_max_len=model_max_len, num_gpu_blocks=2)
         decoder = self._off_this_thread(lambda: build_decoder(self.config, loaded))
         num_blocks = num_kv_blocks(config, loaded.config, decoder.kv_bytes_per_token() if decoder else 0)
@@ -83,25 +84,22 @@ class EngineCore:
 
     # -- requests
 
+    def check_requests(self, requests: list[Request]) -> None:
+        """Raises ValueError if an id of theirs is taken or one can never run."""
+        for request in requests:
+            if self.output_processor.has_child(request.request_id):
+                raise ValueError(f"request id {request.request_id!r} belongs to an unfinished request; choose another")
+            self.scheduler.check_request(request)
+
     def add_request(self, parent: ParentRequest, requests: list[Request]) -> None:
         """Queues what makes one caller's request: all of `requests` or none.
 
-        Raises ValueError if an id is taken or one can never run.
+        Raises ValueError, with nothing queued, as `check_requests` does.
         """
+        self.check_requests(requests)
         with deferred_interrupt():
             for request in requests:
-                if self.output_processor.has_child(request.request_id):
-                    raise ValueError(
-                        f"request id {request.request_id!r} belongs to an unfinished request; choose another"
-                    )
-            added = []
-            try:
-                for request in requests:
-                    self.scheduler.add_request(request)
-                    added.append(request.request_id)
-            except ValueError:
-                self.scheduler.finish_requests(added)
-                raise
+                self.scheduler.add_request(request)
             self.output_processor.add(parent, requests)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -232,7 +230,11 @@ class EngineCore:
             every_token = self.output_processor.observed
             updates = self.scheduler.update_from_output(step.scheduler_output, output, every_token)
             self._outputs += self.output_processor.process(
-                updates, output.logprobs, step.scheduler_output.step, self._stop_at_string, output.traces,
+                updates,
+                output.logprobs,
+                step.scheduler_output.step,
+                self._stop_at_string,
+                output.traces,
                 output.draft_traces,
             )
             self._remember(request for request, _ in updates if request.is_finished)

@@ -31,7 +31,7 @@ def _check_v1(runner: ModelRunnerV1, held: Set[str], blocks: dict[str, list[int]
             f"V1 has parameters of rows {sorted(mapping)}, occupied are {len(rows)}"
         )
     assert batch.generators.keys() <= set(rows.values()), f"V1 has generators of empty rows: {sorted(batch.generators)}"
-    for members in (batch.top_p_reqs, batch.top_k_reqs, batch.min_p_reqs):
+    for members in batch.row_sets():
         assert members <= rows.keys(), f"V1's sets name requests without a row: {members - rows.keys()}"
     assert batch.greedy_reqs | batch.random_reqs == rows.keys(), "each row of V1 is greedy or random"
     assert not batch.greedy_reqs & batch.random_reqs, "no row of V1 is both greedy and random"

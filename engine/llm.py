@@ -173,6 +173,23 @@ class LLM:
     ) -> str:
         """Queues one request for the next `step()` and returns its id. With `final_only` a step returns its output
         when it is finished, and nothing before. Raises ValueError, with nothing queued, if it can't run."""
+        parent, requests = self._requests(prompt, sampling_params, request_id, priority, final_only)
+        self.core.add_request(parent, requests)
+        return parent.request_id
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str) -> None:
+        """Raises what `add` would raise, and queues nothing."""
+        _, requests = self._requests(prompt, sampling_params, request_id)
+        self.core.check_requests(requests)
+
+    def _requests(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int = 0,
+        final_only: bool = False,
+    ) -> tuple[ParentRequest, list[Request]]:
         params = sampling_params if sampling_params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
@@ -198,8 +215,7 @@ class LLM:
             )
             for index in range(params.n)
         ]
-        self.core.add_request(parent, requests)
-        return request_id
+        return parent, requests
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it."""

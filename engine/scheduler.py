@@ -59,7 +59,7 @@ class Scheduler:
         self._hooks = hooks
         self._v2 = use_v2_model_runner
         self._by_priority = config.scheduling_policy == "priority"
-        self.num_added = 0
+        self._num_added = 0
         """The number of the next request, which a request without a seed derives its own from."""
         self._seed_index: dict[str, int] = {}
         self._in_flight: dict[int, ScheduledBatch] = {}
@@ -82,14 +82,19 @@ class Scheduler:
         """In the order in which they were admitted."""
         return self.table.running()
 
-    def add_request(self, request: Request) -> None:
-        """Queues `request`. Raises ValueError if its id is taken or it can never run, saying why."""
+    def check_request(self, request: Request) -> None:
+        """Raises ValueError if the id of `request` is taken or it can never run, saying why."""
         rid = request.request_id
         if rid in self.requests:
             raise ValueError(f"request id {rid!r} belongs to an unfinished request; choose another or abort that one")
         self._limits.check(request)
-        self._seed_index[rid] = self.num_added
-        self.num_added += 1
+
+    def add_request(self, request: Request) -> None:
+        """Queues `request`. Raises ValueError as `check_request` does."""
+        self.check_request(request)
+        rid = request.request_id
+        self._seed_index[rid] = self._num_added
+        self._num_added += 1
         self.requests[rid] = request
         self._enqueue(request)
         if RequestAdded in self._hooks.wanted:
@@ -150,11 +155,10 @@ class Scheduler:
 
     def schedule(self, step: int) -> SchedulerOutput:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
-        plan, last = StepPlan(self.config.max_num_batched_tokens), self._last_batch
-        steady = self._steady_steps > 0 and last is not None and last.version == self.table.version
-        if steady and last is not None:
-            self._steady_steps -= 1
-            plan.take_running(last.rows, last.num_tokens, last.num_drafts, self.table.num_computed_tokens[last.rows])
+        plan, steady = StepPlan(self.config.max_num_batched_tokens), self._steady_batch()
+        if steady is not None:
+            computed = self.table.num_computed_tokens[steady.rows]
+            plan.take_running(steady.rows, steady.num_tokens, steady.num_drafts, computed)
         else:
             self._schedule_running(plan)
         if RequestScheduled in self._hooks.wanted:
@@ -162,7 +166,7 @@ class Scheduler:
                 self._emit_scheduled(self._request(row), count, "running", 0)
         if plan.can_admit and self.waiting:
             self._schedule_waiting(plan)
-        batch = last if steady and last is not None and not plan.admits else plan.batch(self.table, last)
+        batch = steady if steady is not None and not plan.admits else plan.batch(self.table, self._last_batch)
         if batch.requests:
             self.table.advance(batch.rows, batch.num_tokens, batch.num_drafts, step)
             if self._num_device_drafts:
@@ -172,6 +176,13 @@ class Scheduler:
         finished = frozenset(self._finished_req_ids)
         self._finished_req_ids.clear()
         return plan.output(step, batch, finished)
+
+    def _steady_batch(self) -> ScheduledBatch | None:
+        """The last step's batch, if this step's running part is the same."""
+        if self._steady_steps == 0 or self._last_batch is None or self._last_batch.version != self.table.version:
+            return None
+        self._steady_steps -= 1
+        return self._last_batch
 
     def _note_steadiness(self, plan: StepPlan) -> None:
         """Counts the steps from now on in which all will decode again, in the blocks that they have and to no end."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from engine import LLM
 from engine.hooks import DRAFT_EVENTS, Event, SamplingTraced, SpanBegun, SpanEnded
@@ -105,12 +105,7 @@ class RunnerLog:
 
     def check(self, request: SessionRequest) -> None:
         """Raises what adding the request would raise, and leaves no trace of it."""
-        mark, number = len(self._events), self.core.scheduler.num_added
-        self._add(request)
-        self.core.abort([request.request_id])
-        self.core.scheduler.num_added = number
-        self.core.finished.pop(request.request_id, None)
-        del self._events[mark:]
+        self.llm.check(self._prompt(request), request.sampling_params, request_id=request.request_id)
 
     def expect(self, request: SessionRequest) -> None:
         """Adds the request now, or when its step comes."""
@@ -125,11 +120,15 @@ class RunnerLog:
         self.core.abort([request_id])
         self._last = None
 
+    def _prompt(self, request: SessionRequest) -> str | dict[str, Any]:
+        if request.chat and isinstance(request.prompt, str):
+            return self.llm.chat_prompt([{"role": "user", "content": request.prompt}])
+        return request.prompt
+
     def _add(self, request: SessionRequest) -> None:
-        prompt = request.prompt
-        if request.chat and isinstance(prompt, str):
-            prompt = self.llm.chat_prompt([{"role": "user", "content": prompt}])
-        self.llm.add(prompt, request.sampling_params, request_id=request.request_id, priority=request.priority)
+        self.llm.add(
+            self._prompt(request), request.sampling_params, request_id=request.request_id, priority=request.priority
+        )
         self._last = None
 
     def _arrive(self, step: int) -> None:

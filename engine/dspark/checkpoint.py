@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..models.checkpoint import CheckpointError
+from ..models.tensor_shapes import check_tensor_shapes
 from .config import DSparkConfig, read_draft_config
 
 Weights = dict[str, Tensor]
@@ -100,22 +101,9 @@ def read_draft(path: str | Path) -> tuple[DSparkConfig, Weights]:
 
 def check_shapes(config: DSparkConfig, weights: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError, which names missing, unknown and misshapen tensors, unless they fit ``config``."""
-    expected = expected_shapes(config)
     table = (config.model.vocab_size, config.model.hidden_size)
-    known = expected | dict.fromkeys(SHARED, table)
-    problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
-    problems += [f"{name} is not part of a {config.markov_head_type} draft" for name in weights.keys() - known.keys()]
-    problems += [
-        f"{name} has shape {list(weights[name].shape)}, the config says {list(shape)}"
-        for name, shape in known.items()
-        if name in weights and tuple(weights[name].shape) != shape
-    ]
-    if problems:
-        problems.sort()
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(
-            f"{path}: the tensors do not fit the config: {shown}. Use the config and the weights of one draft"
-        )
+    what = f"a {config.markov_head_type} draft"
+    check_tensor_shapes(weights, expected_shapes(config), path, what, dict.fromkeys(SHARED, table))
 
 
 def init_weights(config: DSparkConfig, seed: int) -> Weights:

@@ -37,8 +37,6 @@ class DSparkDecoder(SpecDecoder):
         calibration: None uses the confidences as they are.
     """
 
-    needs_hidden_states = True
-
     def __init__(
         self,
         drafter: DSparkDrafter,
@@ -55,6 +53,7 @@ class DSparkDecoder(SpecDecoder):
         config.check_num_speculative_tokens(num_drafts)
         self._drafter, self._sampler, self._max_model_len = drafter, sampler, max_model_len
         self._query = config.block_size
+        self.target_layer_ids = config.target_layer_ids
         cells = num_rows * self._query
         self.inputs = DraftInputs(
             torch.zeros(cells, dtype=torch.int32, device=device),
@@ -70,11 +69,6 @@ class DSparkDecoder(SpecDecoder):
         None without a confidence head. For schedule.py."""
         if config.enable_confidence_head:
             self.confidences = torch.zeros(num_rows, num_drafts, dtype=torch.float32, device=device)
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs are wanted; -1 is the embedding's."""
-        return self._drafter.config.target_layer_ids
 
     @property
     def num_lookahead_tokens(self) -> int:

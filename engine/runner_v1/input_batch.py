@@ -108,7 +108,7 @@ class InputBatch:
     def _row_dicts(self) -> tuple[dict, ...]:
         return (self.generators, self.params, self.stop_ids)
 
-    def _row_sets(self) -> tuple[set[str], ...]:
+    def row_sets(self) -> tuple[set[str], ...]:
         return (
             self.greedy_reqs, self.random_reqs, self.top_p_reqs, self.top_k_reqs, self.min_p_reqs,
             self.penalties_reqs, self.bad_words_reqs, self.processors_reqs,
@@ -179,7 +179,7 @@ class InputBatch:
         self.req_ids[row] = None
         for column in self._row_dicts():
             column.pop(row, None)
-        for members in self._row_sets():
+        for members in self.row_sets():
             members.discard(req_id)
         self.changed = True
         return row

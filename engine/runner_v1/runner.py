@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
-from ..attention import AttentionMetadata
 from ..config import EngineConfig
 from ..cuda_stream import CudaStream
 from ..device import Device
@@ -33,12 +31,12 @@ from ..spec_decode import SpecDecoder
 from ..streams import Event
 from .device_drafts import Propose
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
-from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host, prompt_key
+from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host
 from .prompt_logprobs import PromptChunk, prompt_chunks
-from .rejection_sampler import RejectionSamplerOutput
-from .sampler import SamplerOutput, sample
+from .sampler import sample
 from .speculation import DraftedSampling, make_speculation
 from .step_sampling import make_step_sampling
+from .step_values import DeviceValues, StepInputs
 from .trace import sample_traced
 
 PLACEHOLDER = -1
@@ -52,50 +50,6 @@ MADE_BY = {
     "logits_indices": "device, query_start_loc[1:] - 1",
 }
 MADE_BY_ASYNC = {**MADE_BY, "input_ids": MADE_BY["input_ids"] + ", then scatter of the last step's sampled tokens"}
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What `prepare_inputs` leaves for the rest of the step. r requests in row order, t tokens."""
-
-    req_ids: tuple[str, ...]
-    num_scheduled_tokens: np.ndarray
-    query_start_loc_np: np.ndarray
-    num_tokens: int
-    discarded: frozenset[int]
-    metadata: AttentionMetadata
-    drafts: tuple[list[int], ...]
-    """Of each row, the last tokens of its query."""
-
-    @property
-    def num_drafts(self) -> tuple[int, ...]:
-        return tuple(map(len, self.drafts))
-
-
-@dataclass
-class DeviceValues:
-    """What a step computes on the device. Written and read by submitted work only."""
-
-    hidden: torch.Tensor | None = None
-    output: SamplerOutput | RejectionSamplerOutput | None = None
-    drafts: torch.Tensor | None = None
-    """For the next step, of a drafter that works on the device."""
-    prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
-    """By request."""
-    trace: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        assert self.output is not None
-        tensors = {"sampled": self.output.sampled, **self.trace}
-        if isinstance(self.output, RejectionSamplerOutput):
-            tensors["num_sampled"] = self.output.num_sampled
-        if self.drafts is not None:
-            tensors["drafts"] = self.drafts
-        if self.output.logprobs is not None:
-            tensors |= self.output.logprobs.as_dict()
-        for req_id, logprobs in self.prompt_logprobs.items():
-            tensors |= {prompt_key(req_id, name): tensor for name, tensor in logprobs.as_dict().items()}
-        return tensors
 
 
 class ModelRunnerV1:

@@ -31,7 +31,6 @@ def pending_views(runner: ModelRunnerV1) -> Callable[[], Views]:
             "query_start_loc": runner.query_start_loc.gpu[: r + 1],
             "seq_lens": runner.seq_lens[:r],
             "slot_mapping": runner.slot_mapping[:t],
-            "logits_indices": runner.query_start_loc.gpu[1 : r + 1] - 1,
             "gathered": batch.block_table.gpu[:r],
         }
 
@@ -46,12 +45,17 @@ def pending_views(runner: ModelRunnerV1) -> Callable[[], Views]:
             tuple(device["gathered"][i, : -(-int(length) // block_size)].tolist())
             for i, length in enumerate(device["seq_lens"])
         )
-        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "logits_indices")
+        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping")
         view = InputsView(
             req_ids=inputs.req_ids,
             num_scheduled_tokens=tuple(inputs.num_scheduled_tokens.tolist()),
             num_tokens=inputs.num_tokens,
             num_tokens_padded=inputs.num_tokens,
+            logits_indices=tuple(
+                row
+                for end, drafts in zip(device["query_start_loc"][1:].tolist(), inputs.num_drafts, strict=True)
+                for row in range(end - 1 - drafts, end)
+            ),
             made_by=MADE_BY_ASYNC if runner.use_async_scheduling else MADE_BY,
             **{name: tuple(device[name].tolist()) for name in names},
         )

@@ -52,7 +52,7 @@ def make_speculation(
         return None
     rates = spec.conditional_acceptance_rates(decoder.num_drafts)
     outputs = None
-    if layer_ids := getattr(decoder, "target_layer_ids", ()):
+    if layer_ids := decoder.target_layer_ids:
         hidden_size, max_tokens = model.config.hidden_size, config.max_num_batched_tokens
         outputs = LayerOutputs(layer_ids, hidden_size, max_tokens, model.dtype, model.device)
     return Speculation(decoder, RejectionSampler(sampler, spec.rejection_sample_method, rates), outputs)
@@ -121,7 +121,7 @@ class DraftedWork(StepWork):
 
     def _draft_tensors(self, step: DraftedStep, output: RejectionSamplerOutput) -> dict[str, torch.Tensor]:
         cu, n, verified = step.cu_num_logits, step.max_drafts, output.verified
-        confidences = getattr(self._speculation.decoder, "confidences", None)
+        confidences = self._speculation.decoder.confidences
         if confidences is not None:  # by state row, and still those of the drafts that were judged
             confidences = confidences[self.idx_mapping.long()]
         return draft_tensors(

@@ -49,7 +49,7 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
                 "seq_lens": buffers.seq_lens[: batch.num_reqs_padded],
                 "slot_mapping": tables.slot_mapping[:padded],
                 "gathered": tables.input_block_table[: batch.num_reqs_padded],
-                "logits_indices": work.logits_indices[: batch.num_reqs],
+                "logits_indices": work.logits_indices[: batch.num_logits],
             }
         return tensors
 

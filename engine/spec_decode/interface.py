@@ -46,7 +46,8 @@ class FinishedStep:
 
     `metadata` is the step's own. idx_mapping i32 [r]; input_ids i32 [>= t]; positions i64 [>= t]; num_sampled i32 [r],
     0 while a request is inside its prompt; num_rejected i32 [r]: a request's last inputs, which never were. The host
-    knows neither of the two. hidden_states [>= t, d] behind the last norm, for a drafter that `needs_hidden_states`.
+    knows neither of the two. hidden_states [>= t, n * d]: the outputs of the drafter's `target_layer_ids` side by side;
+    without such [>= t, d], behind the last norm.
     """
 
     idx_mapping: torch.Tensor
@@ -62,7 +63,10 @@ class FinishedStep:
 class SpecDecoder(ABC):
     """A source of drafts."""
 
-    needs_hidden_states = False
+    target_layer_ids: Sequence[int] = ()
+    """Layers of the target whose outputs it listens to; -1 is the embedding's."""
+    confidences: torch.Tensor | None = None
+    """f32 [R, N], by row: the chance that each of the last drafts is accepted, where the drafter says so."""
     on_host = False
     """It can work from tokens that the host knows: `propose_from_tokens`."""
 
@@ -90,8 +94,6 @@ class SpecDecoder(ABC):
     @abstractmethod
     def propose(self, step: FinishedStep) -> torch.Tensor:
         """Called on the stream behind every step, of prompts too; makes nobody wait.
-
-        The scheduler has reserved blocks for N tokens more than the step's.
 
         Returns:
             Drafts i64 [r, N], then NO_DRAFT; for requests inside their prompt nothing but that.

@@ -65,8 +65,6 @@ class MtpHead:
 class MtpDecoder(SpecDecoder):
     """`sampler` has one draft."""
 
-    needs_hidden_states = True
-
     def __init__(self, head: MtpHead, sampler: DraftSampler, max_model_len: int, form: str = "auto") -> None:
         super().__init__(num_drafts=1)
         self._form = form

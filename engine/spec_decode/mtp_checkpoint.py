@@ -21,6 +21,7 @@ from torch import Tensor
 from ..models.checkpoint import CheckpointError
 from ..models.config import ModelConfig, ModelConfigError
 from ..models.safetensors_checkpoint import read_json
+from ..models.tensor_shapes import check_tensor_shapes
 from ..models.weights import expected_shapes as shapes_of_model
 
 MTP_CLASS = "MtpHead"
@@ -110,20 +111,7 @@ def read_mtp(path: str | Path) -> tuple[ModelConfig, Weights]:
 
 def check_shapes(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError, which names missing, unknown and misshapen tensors, unless they fit ``config``."""
-    expected = expected_shapes(config)
-    problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
-    problems += [f"{name} is not part of an MTP head" for name in weights.keys() - expected.keys()]
-    problems += [
-        f"{name} has shape {list(weights[name].shape)}, the config says {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != shape
-    ]
-    if problems:
-        problems.sort()
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(
-            f"{path}: the tensors do not fit the config: {shown}. Use the config and the weights of one head"
-        )
+    check_tensor_shapes(weights, expected_shapes(config), path, "an MTP head")
 
 
 def write_mtp(path: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
