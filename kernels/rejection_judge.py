@@ -100,7 +100,7 @@ def judge_kernel(
     before = p * 0.0 + 1.0
     after = before
     if METHOD == 2:
-        ratio = p / tl.maximum(q, 1e-38)
+        ratio = p / tl.maximum(q, 1.2e-38)
         mass = tl.max(before, axis=0)
         for j in range(DRAFTS):
             before = tl.where(k == j, mass, before)
@@ -178,7 +178,7 @@ def judge_block_kernel(
     u = tl.load(uniforms_ptr + begin + k, mask=is_draft, other=0.0)
     next_p = tl.load(target_probs_ptr + begin + k + 1, mask=has_next, other=0.0)
     before = tl.load(prefix_ptr + req * max_drafts + k, mask=is_draft, other=0.0)
-    after = tl.minimum(before * (p / tl.maximum(q, 1e-38)), 1.0)
+    after = tl.minimum(before * (p / tl.maximum(q, 1.2e-38)), 1.0)
     block = tl.arange(0, BLOCKS)
     at = (req * max_drafts + k + 1)[:, None] * num_blocks + block[None, :]
     inside = (k + 1 < tl.where(greedy, 0, num_drafts))[:, None] & (block < num_blocks)[None, :]

@@ -56,7 +56,7 @@ def count_accepted(
 def prefix_masses(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """The mass of the accepted prefix before each draft and behind the last, f32 [r, N + 1], of p and q f32 [r, N]."""
     masses = [torch.ones_like(target_probs[:, :1])]
-    ratios = target_probs / draft_probs.clamp(min=1e-38)
+    ratios = target_probs / draft_probs.clamp(min=1.2e-38)
     for ratio in ratios.split(1, dim=1):
         masses.append((masses[-1] * ratio).clamp_(max=1.0))
     return torch.cat(masses, dim=1)

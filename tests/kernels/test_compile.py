@@ -1,6 +1,8 @@
 """Every Triton kernel compiles for a GPU, where there is none, and even after kernels were interpreted."""
 
+import ast
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +182,11 @@ def test_compiles_for_hopper(
     source = ASTSource(fn=kernel, signature={arg: signature[arg] for arg in kernel.arg_names}, constexprs=constexprs)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert len(compiled.asm["cubin"]) > 0
+
+
+def test_no_constant_is_outside_float32s_normal_range() -> None:
+    """Triton 3.6 gives such a constant type fp64, and everything it touches; later versions don't."""
+    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value:
+                assert 2.0**-126 <= abs(node.value) < 2.0**128, f"{path.name}, line {node.lineno}: {node.value}"
