@@ -69,7 +69,7 @@ class EngineCore:
             num_device_drafts=decoder.num_drafts if decoder and self.use_v2 else 0,
             num_lookahead_tokens=decoder.num_lookahead_tokens if decoder else 0,
         )  # fmt: skip
-        self.structured_output = StructuredOutputManager(loaded.tokenizer, loaded.config.vocab_size)
+        self.structured_output = StructuredOutputManager(loaded.tokenizer, loaded.config.vocab_size, self.hooks)
         self.output_processor = OutputProcessor(loaded.tokenizer, self.hooks)
         self.in_flight: deque[InFlightStep] = deque()
         self.keep_finished = keep_finished
@@ -217,7 +217,8 @@ class EngineCore:
                 self._deliver()
             with self.hooks.span("grammar"):
                 requests = self.scheduler.structured_output_requests(scheduled)
-                grammar_output = self.structured_output.grammar_output(requests)
+                drafts = self.runner.draft_token_ids([request.request_id for request in requests])
+                grammar_output = self.structured_output.grammar_output(requests, drafts)
         with self.hooks.span("sample"):
             self.in_flight.append(InFlightStep(scheduled, self.runner.sample_tokens(grammar_output)))
         yield "sample"

@@ -186,6 +186,48 @@ class DraftVerified(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobsComputed(Event):
+    """Logprobs of a prompt's own tokens at the positions `start` .. `start + num_positions - 1` reached the host: those
+    of the part of the prompt that `computed_in_step` ran, the `k` most likely tokens of each. Logits of `chunk_rows`
+    positions existed at a time."""
+
+    request_id: str
+    computed_in_step: int
+    start: int
+    num_positions: int
+    k: int
+    chunk_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarBitmaskFilled(Event):
+    """A request's grammar has said what may follow, for the step under way: `num_allowed_tokens` of each of its rows of
+    logits, one behind its last known token and one behind each of its drafts.
+
+    The grammar goes along with the first `num_allowed_drafts` of the drafts (-1 is none); its matcher has walked over
+    them and was rolled back. Rows behind the draft that it refuses allow everything, as no token of theirs is kept.
+    """
+
+    request_id: str
+    draft_token_ids: tuple[int, ...]
+    num_allowed_drafts: int
+    num_allowed_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarAdvanced(Event):
+    """A step's tokens reached the host, and the request's grammar has taken `token_ids` of them. With `is_terminated`
+    the output is complete; `error` says why it can't be held to the grammar any longer. What the step sampled behind
+    either is dropped."""
+
+    request_id: str
+    sampled_in_step: int
+    token_ids: tuple[int, ...]
+    is_terminated: bool
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDelivered(Event):
     request_id: str
     new_token_ids: tuple[int, ...]

@@ -283,6 +283,12 @@ class LLM:
         eos_token_ids = tokenizer.eos_token_ids if tokenizer else config.eos_token_ids
         settled, stop_ids = settle_params(params, config.vocab_size, tokenizer, eos_token_ids)
         if settled.structured_outputs is not None:
+            spec = self.config.speculative_config
+            if spec is not None and not spec.is_lossless:
+                raise ValueError(
+                    "structured_outputs can't be kept with rejection_sample_method='synthetic', which accepts drafts "
+                    "whatever the grammar forbids; use 'standard' or 'block', or an engine without speculative_config"
+                )
             self.core.structured_output.check(settled.structured_outputs)
         return settled, stop_ids
 

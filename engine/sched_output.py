@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,11 +80,22 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class GrammarOutput:
-    """What grammars allow in one step. Row i of `grammar_bitmask` i32 [n, ceil(V / 32)] is for the token that
-    `structured_output_request_ids[i]` samples: bit t % 32 of word t // 32 allows token t. Other requests are free."""
+    """What grammars allow in one step, for each row of logits of the requests that have one; other requests are free.
+
+    `structured_output_request_ids[i]` has the next `num_rows[i]` rows of `grammar_bitmask` i32 [n, ceil(V / 32)]: one
+    for the token behind its last known one, and one for the token behind each of its drafts. Bit t % 32 of word t // 32
+    allows token t.
+    """
 
     structured_output_request_ids: tuple[str, ...]
     grammar_bitmask: np.ndarray
+    num_rows: tuple[int, ...]
+
+    def logits_rows(self, first: Mapping[str, int]) -> np.ndarray:
+        """i64 [n], the row of logits of each bitmap; `first` is that of each request."""
+        begins = [first[req_id] for req_id in self.structured_output_request_ids]
+        rows = [np.arange(begin, begin + count) for begin, count in zip(begins, self.num_rows, strict=True)]
+        return np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,20 @@ import numpy as np
 
 from .admission import AdmissionLimits
 from .config import EngineConfig
-from .hooks import Hooks, RequestAdded, RequestFinished, RequestPreempted, RequestResumed, RequestScheduled
+from .hooks import (
+    GrammarAdvanced,
+    Hooks,
+    PromptLogprobsComputed,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestResumed,
+    RequestScheduled,
+)
 from .kv_cache import KVCacheManager
 from .request import Request, RequestStatus
 from .running_table import RunningTable
+from .sample.prompt_logprobs import PromptLogprobs
 from .sched_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import ScheduledBatch, StepPlan
 
@@ -222,15 +232,18 @@ class Scheduler:
         """Behind each token that a step samples V2's drafter proposes more, which the next step verifies unseen."""
         table = self.table
         decodes = table.num_computed_tokens[rows] >= table.prefill_len[rows]
-        # A grammar would have to see the drafts, and they are on the device.
-        decodes &= ~table.constrained[rows]
         table.num_drafts[rows] = np.where(decodes, self._num_device_drafts, 0)
 
     def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
-        """The drafts that the host has for the next step (V1), by request; requests that have ended are ignored."""
+        """The drafts that the host has for the next step (V1), by request; requests that have ended are ignored.
+
+        As in vLLM, those from the first one on that a request's grammar refuses are left out.
+        """
         for request_id, token_ids in draft_token_ids.items():
             request = self.requests.get(request_id)
             if request is not None and request.row >= 0:
+                if request.structured_output is not None:
+                    token_ids = token_ids[: request.structured_output.num_allowed(token_ids)]
                 request.spec_token_ids = token_ids
                 self.table.num_drafts[request.row] = len(token_ids)
 
@@ -381,6 +394,8 @@ class Scheduler:
             for request in batch.requests:
                 if (found := runner_output.prompt_logprobs.get(request.request_id)) is not None:
                     request.add_prompt_logprobs(found)
+                    if PromptLogprobsComputed in self._hooks.wanted and not request.is_finished:
+                        self._emit_prompt_logprobs(request, scheduler_output.step, found)
         tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
         table, rows = self.table, batch.rows
         sampled = counts > 0
@@ -402,10 +417,14 @@ class Scheduler:
         for i in [] if all_plain else np.flatnonzero(~plain & sampled).tolist():
             request = batch.requests[i]
             if not request.is_finished:
-                accepted = self._append(request, tokens[i, : counts[i]].tolist(), now)
+                accepted = self._append(request, tokens[i, : counts[i]].tolist(), now, scheduler_output.step)
                 if every_token or request.is_finished or not request.quiet:
                     updates[i] = (request, accepted)
         return [updates[i] for i in sorted(updates)]
+
+    def _emit_prompt_logprobs(self, request: Request, step: int, found: PromptLogprobs) -> None:
+        stamp, rid, count = self._hooks.stamp(), request.request_id, len(found.entries)
+        self._hooks.emit(PromptLogprobsComputed(*stamp, rid, step, found.start, count, found.k, found.chunk_rows))
 
     def _reject(self, batch: ScheduledBatch, counts: np.ndarray) -> None:
         """Takes back the drafts that were not accepted: of d drafts and a token behind them `counts` [r] came."""
@@ -444,16 +463,24 @@ class Scheduler:
         for row in rows[full].tolist():
             self._publish(self._request(row))
 
-    def _append(self, request: Request, token_ids: list[int], now: float) -> list[int]:
-        """Appends `token_ids` one by one, as far as `request` goes; returns those."""
+    def _append(self, request: Request, token_ids: list[int], now: float, step: int) -> list[int]:
+        """Appends `token_ids`, which `step` sampled, one by one, as far as `request` goes; returns those."""
         request.num_output_placeholders -= len(token_ids)
-        for count, token_id in enumerate(token_ids, 1):
-            request.append_output(token_id, now)
-            if (reason := self._finish_reason(request, token_id)) is not None:
-                self._finish(request, reason)
-                return token_ids[:count]
-        self._publish(request)
-        return token_ids
+        count, reason = 0, None
+        while reason is None and count < len(token_ids):
+            request.append_output(token_ids[count], now)
+            reason = self._finish_reason(request, token_ids[count])
+            count += 1
+        grammar = request.structured_output
+        if grammar is not None and GrammarAdvanced in self._hooks.wanted:
+            taken = tuple(token_ids[: count - (grammar.error is not None)])
+            end = (grammar.is_terminated, grammar.error)
+            self._hooks.emit(GrammarAdvanced(*self._hooks.stamp(), request.request_id, step, taken, *end))
+        if reason is None:
+            self._publish(request)
+        else:
+            self._finish(request, reason)
+        return token_ids[:count]
 
     def _publish(self, request: Request) -> None:
         self.kv_cache.cache_blocks(request)

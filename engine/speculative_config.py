@@ -31,7 +31,7 @@ class SpeculativeConfig:
     num_speculative_tokens | the keys of ngram, or draft_sample_method |
 
     Every method takes rejection_sample_method. "synthetic" accepts at the given rates whatever the target says, so its
-    output is not the model's: it is for benchmarks alone.
+    output is not the model's: it is for benchmarks alone, and a request with structured_outputs is refused.
     """
 
     method: str

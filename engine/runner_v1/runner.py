@@ -10,7 +10,7 @@ its output: penalties, bad words, logits processors).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..sampling_params import SamplingParams
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from ..spec_decode import SpecDecoder
 from ..streams import Event
-from .device_drafts import Propose
+from .device_drafts import DeviceDrafts, Propose
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
 from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host
 from .prompt_logprobs import PromptChunk, prompt_chunks
@@ -396,10 +396,12 @@ class ModelRunnerV1:
         self._inputs = None
         if self.use_async_scheduling and batch.needs_output_tokens:
             self._update_async_output_token_ids()
+        drafted, propose = self._drafted_sampling(inputs, grammar_output), self._device_drafts(inputs)
+        # Of a step with drafts `drafted` has all this, for each row of logits.
+        grammar_output = grammar_output if drafted is None else None
         metadata, step = batch.sampling_metadata, make_step_sampling(batch, inputs.discarded, grammar_output)
         assert metadata is not None
         r, query_start_loc = len(inputs.req_ids), self.query_start_loc.gpu
-        drafted, propose = self._drafted_sampling(inputs, grammar_output), self._device_drafts(inputs)
         chunks = prompt_chunks(batch, inputs.query_start_loc_np)
         traced, watched = SamplingTraced in self.hooks.wanted, self.hooks.wants(DRAFT_EVENTS)
 
@@ -446,6 +448,13 @@ class ModelRunnerV1:
             self.input_ids.gpu, self.positions,
         )  # fmt: skip
 
+    def draft_token_ids(self, req_ids: Sequence[str]) -> dict[str, list[int]]:
+        """Between `forward` and `sample_tokens`: the drafts that the step verifies, of those of `req_ids` that have
+        some."""
+        assert self._inputs is not None, "draft_token_ids: prepare_inputs comes first"
+        drafts = dict(zip(self._inputs.req_ids, self._inputs.drafts, strict=True))
+        return {req_id: drafts[req_id] for req_id in req_ids if drafts[req_id]}
+
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Drafts behind the tokens of the last step, of every request that got some, for the scheduler."""
         drafts, self._draft_token_ids = self._draft_token_ids, {}
@@ -482,8 +491,7 @@ class ModelRunnerV1:
         if self.speculation is not None:
             sampled = {req_id: row for row, req_id in enumerate(rows.req_ids) if row not in rows.discarded}
             if "drafts" in host:
-                drafts = host["drafts"].numpy()
-                self._draft_token_ids = self.speculation.take(self.input_batch, sampled, drafts)
+                self._draft_token_ids = DeviceDrafts.to_lists(host["drafts"].numpy(), sampled)
             else:
                 self._draft_token_ids = self.speculation.propose(self.input_batch, sampled)
         return ReadyOutput(output)

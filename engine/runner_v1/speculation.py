@@ -89,23 +89,16 @@ class HostSpeculation:
         spec = make_spec_decode_metadata(self._device, query_start_loc, counts)
         grammar = None
         if grammar_output is not None:
-            # No request with a grammar has drafts: its row of logits is its only one.
             first = np.cumsum([0, *(count + 1 for count in counts)])
             row_of = {req_id: int(first[row]) for req_id, row in batch.req_id_to_index.items()}
             grammar = grammar_rows(self._device, row_of, grammar_output)
         metadata, step = make_drafted_sampling(batch, spec, drafts, discarded, grammar)
         return DraftedSampling(spec, metadata, step, self._method, self._acceptance_rates)
 
-    def take(self, batch: InputBatch, rows: Mapping[str, int], drafts: np.ndarray) -> dict[str, list[int]]:
-        """Of `drafts` i64 [r, N], which came from the device, those of `rows`; none for a request with a grammar."""
-        wanted = {req_id: row for req_id, row in rows.items() if batch.params[row].structured_outputs is None}
-        return DeviceDrafts.to_lists(drafts, wanted)
-
     def propose(self, batch: InputBatch, rows: Mapping[str, int]) -> dict[str, list[int]]:
-        """Drafts behind the tokens of `rows` (request id -> row) as they stand; none for a request with a grammar."""
-        wanted = {req_id: row for req_id, row in rows.items() if batch.params[row].structured_outputs is None}
-        tokens = [batch.token_ids_cpu[row, : batch.num_tokens[row]] for row in wanted.values()]
-        return dict(zip(wanted, self._decoder.propose_from_tokens(tokens), strict=True))
+        """Drafts behind the tokens of `rows` (request id -> row) as they stand."""
+        tokens = [batch.token_ids_cpu[row, : batch.num_tokens[row]] for row in rows.values()]
+        return dict(zip(rows, self._decoder.propose_from_tokens(tokens), strict=True))
 
 
 def make_speculation(config: EngineConfig, decoder: SpecDecoder | None, device: Device) -> HostSpeculation | None:

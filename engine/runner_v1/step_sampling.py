@@ -75,12 +75,13 @@ def make_step_sampling(
 def grammar_rows(
     device: Device, row_of: Mapping[str, int], grammar_output: GrammarOutput
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Rows of the logits i64 [n], by `row_of` each request, and their bitmask i32 [n, ceil(V / 32)]; None if n is 0."""
-    rows = [row_of[req_id] for req_id in grammar_output.structured_output_request_ids]
-    if not rows:
+    """Rows of the logits i64 [n], the first of each request by `row_of`, and their bitmask i32 [n, ceil(V / 32)]; None
+    if n is 0."""
+    rows = grammar_output.logits_rows(row_of)
+    if not len(rows):
         return None
     send = device.to_device
-    return send(np.array(rows, dtype=np.int64)), send(grammar_output.grammar_bitmask)
+    return send(rows), send(grammar_output.grammar_bitmask)
 
 
 def _outputs(batch: InputBatch, row: int) -> np.ndarray:

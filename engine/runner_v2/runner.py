@@ -9,7 +9,7 @@ table (ARCHITECTURE.md).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from ..models.model_state import ModelState
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from ..spec_decode import SpecDecoder
 from ..streams import Event
+from .async_drafts import AsyncDrafts
 from .async_output import AsyncOutput, HostRing
 from .block_tables import BlockTables
 from .input_batch import InputBatch, InputBuffers, choose_descriptor
@@ -122,6 +123,7 @@ class ModelRunnerV2:
         self._index_on_device: np.ndarray | None = None
         self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
         self._output_copied: Event | None = None
+        self._drafts = AsyncDrafts(device, rows * (num_drafts + 1))
         self._graph_work: dict[int, StepWork] = {}
         self.capture()
 
@@ -216,6 +218,9 @@ class ModelRunnerV2:
                 self._submit(work.prepare_prefill_inputs)  # 2
             self._submit(work.prepare_pos_seq_lens)  # 3
             self._submit(work.combine_sampled_and_draft_tokens)  # 4
+            if batch.plan.structured_outputs and batch.num_logits > batch.num_reqs:
+                assert isinstance(work, DraftedWork)
+                self._drafts.start(work.input_tokens)
             self._submit(work.gather_block_tables)  # 6
             self._submit(work.compute_slot_mappings)  # 7
         self._state = ExecuteModelState(batch, work, graph)
@@ -376,6 +381,19 @@ class ModelRunnerV2:
             self._submit(work.propose)
         return output
 
+    def draft_token_ids(self, req_ids: Sequence[str]) -> dict[str, list[int]]:
+        """Between `forward` and `sample_tokens`: the drafts that the step verifies, -1 for none, of those of `req_ids`
+        that have some; all of these have a grammar. Waits for the drafts, if there are any."""
+        assert self._state is not None, "draft_token_ids: execute_model comes first"
+        batch = self._state.batch
+        ends = batch.cu_num_logits_np.tolist()
+        rows = dict(zip(batch.req_ids, zip(ends, ends[1:], strict=False), strict=True))
+        own = {req_id: (begin + 1, end) for req_id in req_ids for begin, end in [rows[req_id]] if end > begin + 1}
+        if not own:
+            return {}
+        tokens = self._drafts.wait(batch.num_logits)
+        return {req_id: tokens[begin:end] for req_id, (begin, end) in own.items()}
+
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """None: the drafts stay on the device."""
         return {}
@@ -383,10 +401,8 @@ class ModelRunnerV2:
     def _grammar_bitmask(self, batch: InputBatch, grammar: GrammarOutput | None) -> GrammarBitmask | None:
         if grammar is None:
             return None
-        # No request with a grammar has drafts.
-        row_of = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
-        logits_rows = np.array([row_of[req_id] for req_id in grammar.structured_output_request_ids], dtype=np.int32)
-        return GrammarBitmask.upload(self.device, logits_rows, grammar.grammar_bitmask)
+        first = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
+        return GrammarBitmask.upload(self.device, grammar.logits_rows(first), grammar.grammar_bitmask)
 
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         name = work.__name__

@@ -82,6 +82,12 @@ class DraftedWork(StepWork):
             self._input_tokens = input_ids[self.logits_indices]
             input_ids.clamp_(min=0)
 
+    def input_tokens(self) -> torch.Tensor:
+        """Called behind 4: the input token of each row of logits, i32 [l]; a request's drafts stand behind its last
+        known token, -1 is none."""
+        assert self._input_tokens is not None
+        return self._input_tokens
+
     def forward(self) -> None:
         """The model over the flat input; with the outputs of the layers that the drafter listens to, if it does."""
         runner, t, outputs = self._runner, self.num_tokens_padded, self._speculation.layer_outputs

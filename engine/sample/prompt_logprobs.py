@@ -15,10 +15,13 @@ LOGITS_ROWS = 256
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Entry i belongs to prompt position `start + i`, counted from 0. Position 0 has none: nothing comes before it."""
+    """Entry i belongs to prompt position `start + i`, counted from 0, with the `k` most likely tokens there. Position 0
+    has none: nothing comes before it. Logits of `chunk_rows` positions existed at a time."""
 
     start: int
     entries: list[RequestLogprobs]
+    k: int
+    chunk_rows: int
 
 
 def compute_prompt_logprobs(
@@ -44,4 +47,5 @@ def compute_prompt_logprobs(
 def prompt_logprobs_of(host: dict[str, torch.Tensor], start: int, k: int) -> PromptLogprobs:
     """From `LogprobsTensors.as_dict()` on the host."""
     token_ids, logprobs, ranks = (host[name].numpy() for name in ("token_ids", "logprobs", "ranks"))
-    return PromptLogprobs(start, [rows_to_dicts(token_ids, logprobs, ranks, row, k) for row in range(len(ranks))])
+    entries = [rows_to_dicts(token_ids, logprobs, ranks, row, k) for row in range(len(ranks))]
+    return PromptLogprobs(start, entries, k, LOGITS_ROWS)

@@ -3,6 +3,10 @@
 A grammar stands on the host: it must have seen a request's last token before it can say which may follow. So the
 engine launches a step's forward, takes the tokens of the step before, fills the bitmaps, and samples
 (`EngineCore._execute`): the host waits for no more than it would without grammars, and the device runs on.
+
+Drafts are judged in the same step, so the matcher walks over them, gives a bitmap behind each, and is rolled back: a
+draft that the grammar refuses has probability 0 where it stands, and the rejection rule then can't accept it.
+Where only the device knows the drafts (V2) the host waits for these few numbers too.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..hooks import GrammarBitmaskFilled, Hooks
 from ..models import Tokenizer
 from ..sched_output import GrammarOutput
 from .grammar_vocabulary import grammar_vocabulary, without_control_characters
@@ -64,6 +69,15 @@ class StructuredOutputRequest:
             )
         return self.error is None
 
+    def num_allowed(self, draft_token_ids: Sequence[int]) -> int:
+        """How many of the drafts, from the first on, may follow the output. The place in the grammar stays."""
+        matcher = self.live_matcher()
+        if matcher is None:
+            return 0
+        count = _walk(matcher, draft_token_ids)
+        matcher.rollback(count)
+        return count
+
     def live_matcher(self) -> xgrammar.GrammarMatcher | None:
         """What says which tokens may come next; None if any may: the output is complete, or out of the grammar."""
         matcher = self._get_matcher()
@@ -81,9 +95,11 @@ class StructuredOutputRequest:
 
 
 class StructuredOutputManager:
-    """An engine's grammars. `vocab_size` is the model's, which may be more than the tokenizer's."""
+    """An engine's grammars. `vocab_size` is the model's, which may be more than the tokenizer's. `hooks`: whom it tells
+    of bitmaps, if anybody."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, hooks: Hooks | None = None) -> None:
+        self._hooks = hooks
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
@@ -126,24 +142,51 @@ class StructuredOutputManager:
         if compiling and len(compiling) == len(grammars):
             wait(compiling, timeout, FIRST_COMPLETED)
 
-    def grammar_output(self, requests: Sequence[Request]) -> GrammarOutput:
-        """For a step that samples a token for each of `requests`, all of which have a grammar."""
+    def grammar_output(self, requests: Sequence[Request], drafts: Mapping[str, Sequence[int]]) -> GrammarOutput:
+        """For a step that samples for each of `requests`, all of which have a grammar, behind the `drafts` by id."""
         grammars = [request.structured_output for request in requests if request.structured_output is not None]
-        return GrammarOutput(tuple(request.request_id for request in requests), self.grammar_bitmask(grammars))
+        own = [drafts.get(request.request_id, ()) for request in requests]
+        bitmask, num_allowed = self._fill(grammars, own)
+        req_ids = tuple(request.request_id for request in requests)
+        if self._hooks is not None and GrammarBitmaskFilled in self._hooks.wanted:
+            self._emit_filled(self._hooks, req_ids, own, num_allowed, bitmask)
+        return GrammarOutput(req_ids, bitmask, tuple(len(tokens) + 1 for tokens in own))
 
     def grammar_bitmask(
         self, requests: Sequence[StructuredOutputRequest], drafts: Sequence[Sequence[int]] | None = None
     ) -> np.ndarray:
         """i32 [rows, ceil(V / 32)], bit 1 for allowed: for each request a row, and one more for each of its drafts."""
-        drafts = [()] * len(requests) if drafts is None else drafts
+        return self._fill(requests, [()] * len(requests) if drafts is None else drafts)[0]
+
+    def _fill(
+        self, requests: Sequence[StructuredOutputRequest], drafts: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, list[int]]:
+        """The bitmask, and how many of each request's drafts its grammar goes along with."""
         num_rows = sum(len(own) + 1 for own in drafts)
         bitmask = np.full((num_rows, -(-self._vocab_size // 32)), ALL_ALLOWED, dtype=np.int32)
-        row = 0
+        row, num_allowed = 0, []
         for request, own in zip(requests, drafts, strict=True):
-            if (matcher := request.live_matcher()) is not None:
-                _fill(matcher, bitmask, row, own)
+            matcher = request.live_matcher()
+            num_allowed.append(0 if matcher is None else _walk(matcher, own, bitmask[row : row + len(own) + 1]))
+            if matcher is not None:
+                matcher.rollback(num_allowed[-1])
             row += len(own) + 1
-        return bitmask
+        return bitmask, num_allowed
+
+    def _emit_filled(
+        self,
+        hooks: Hooks,
+        req_ids: Sequence[str],
+        drafts: Sequence[Sequence[int]],
+        num_allowed: Sequence[int],
+        bitmask: np.ndarray,
+    ) -> None:
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        counts, row = bits.sum(axis=1).tolist(), 0
+        for req_id, own, count in zip(req_ids, drafts, num_allowed, strict=True):
+            rows = tuple(counts[row : row + len(own) + 1])
+            hooks.emit(GrammarBitmaskFilled(*hooks.stamp(), req_id, tuple(own), count, rows))
+            row += len(rows)
 
     def close(self) -> None:
         """Ends the thread that compiles, when it is through with what it compiles now."""
@@ -171,21 +214,23 @@ class StructuredOutputManager:
         return self._compilers[is_json].compile_grammar(parse_grammar(params))
 
 
-def _fill(matcher: xgrammar.GrammarMatcher, bitmask: np.ndarray, row: int, drafts: Sequence[int]) -> None:
-    """Row `row + i`: what may follow the first i drafts. Behind a draft that the grammar refuses everything may, since
-    it can't be accepted."""
-    accepted = 0
-    for draft in drafts:
-        matcher.fill_next_token_bitmask(bitmask, row + accepted)
-        if not matcher.accept_token(draft):
-            break
-        accepted += 1
+def _walk(matcher: xgrammar.GrammarMatcher, drafts: Sequence[int], bitmask: np.ndarray | None = None) -> int:
+    """Takes the matcher behind the drafts that the grammar allows, and returns how many those are: it is to be rolled
+    back so far.
+
+    Row i of `bitmask` i32 [drafts + 1, ...] becomes what may follow the first i drafts. Behind a draft that is refused,
+    is none (-1), or ends the output, rows stay as they are: no token of theirs is kept.
+    """
+    for count, draft in enumerate(drafts):
+        if bitmask is not None:
+            matcher.fill_next_token_bitmask(bitmask, count)
+        if draft < 0 or not matcher.accept_token(draft):
+            return count
         if matcher.is_terminated():
-            break
-    else:
-        matcher.fill_next_token_bitmask(bitmask, row + accepted)
-    if accepted:
-        matcher.rollback(accepted)
+            return count + 1
+    if bitmask is not None:
+        matcher.fill_next_token_bitmask(bitmask, len(drafts))
+    return len(drafts)
 
 
 def parse_grammar(params: StructuredOutputsParams) -> Any:

@@ -121,7 +121,7 @@ def test_a_grammar_narrows_logits_and_logprobs() -> None:
     batch = _batch([_state(i, [3], [], SamplingParams(temperature=0, logprobs=2)) for i in range(3)])
     allowed = [2, 7, 22]
     bitmask = np.array([[sum(1 << token for token in allowed)]], dtype=np.int32)
-    step = make_step_sampling(batch, frozenset(), GrammarOutput(("r1",), bitmask))
+    step = make_step_sampling(batch, frozenset(), GrammarOutput(("r1",), bitmask, (1,)))
     assert batch.sampling_metadata is not None
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5))
     right = logits.double().clone()

@@ -53,6 +53,7 @@ class PromptLogprobsOutput:
     """On its way to the host: to be read after an event that was recorded behind `PromptLogprobsStates.compute`."""
 
     parts: tuple[PromptPart, ...]
+    chunk_rows: int
     # ids i32 and logprobs f32 [n, k + 1], ranks i32 [n]
     _ids: torch.Tensor
     _logprobs: torch.Tensor
@@ -65,7 +66,7 @@ class PromptLogprobsOutput:
         for part in self.parts:
             rows = range(first, first + part.num_rows)
             entries = [rows_to_dicts(token_ids, logprobs, ranks, row, part.k) for row in rows]
-            result[part.req_id] = PromptLogprobs(part.start, entries)
+            result[part.req_id] = PromptLogprobs(part.start, entries, part.k, self.chunk_rows)
             first += part.num_rows
         return result
 
@@ -168,7 +169,7 @@ class PromptLogprobsStates:
             else:
                 states, tokens = hidden[on_device[begin:end]], targets[on_device[begin:end]]
             self._compute_chunk(compute_logits(states), tokens, k, [target[begin:end] for target in host])
-        return PromptLogprobsOutput(parts, *host)
+        return PromptLogprobsOutput(parts, chunk, *host)
 
     def _compute_chunk(self, logits: torch.Tensor, tokens: torch.Tensor, k: int, host: list[torch.Tensor]) -> None:
         # A function of its own, so that nothing of a chunk is left when the next one is made.
