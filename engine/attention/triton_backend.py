@@ -2,8 +2,9 @@
 
 A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store
 come first for all tokens, since a request may read what another one stores, then the leading decodes, then everything
-else, each in a launch of its own. Nothing is prepared on the host and every length is read on the device, so a captured
-step serves every length of its size.
+else, each in a launch of its own. A few tokens, such as a draft and its anchor, are decodes all of them, each of its own
+length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every length is
+read on the device, so a captured step serves every length of its size.
 """
 
 from __future__ import annotations
@@ -14,23 +15,33 @@ import torch
 from torch import Tensor
 
 from kernels import MAX_COUNTERS, HeadRotation, decode_attention, max_rows, prefill_attention, store_kv
+from kernels.dispatch import segment_of
 
 from .metadata import AttentionMetadata
+
+MAX_TOKENS_AS_DECODES = 64
+"""Beyond, reading the context once for each token costs more than its splits save."""
 
 
 @dataclass(slots=True)
 class TritonAttentionPlan:
-    """What all layers of a step share: the batch's tensors, cut to its r requests, the first d of them decodes."""
+    """What all layers of a step share: the batch's tensors, cut to its r requests, the first d of them decodes.
+
+    Where every token is taken as a decode there is a row of `block_table` and `seq_lens` for each token, and no `fused`.
+    """
 
     num_decodes: int
     num_tokens: int
     # The batch is nothing but decodes, and none of them reads what another one writes in this step
     fused: bool
+    as_decodes: bool
     # [r, B] i32, [r] i32, [r - d + 1] i32, [>= t] i64
     block_table: Tensor
     seq_lens: Tensor
     prefill_start_loc: Tensor
+    # What the decode kernel stores, and what is stored before it
     slot_mapping: Tensor
+    stored_slots: Tensor
     max_seq_len: int
 
 
@@ -49,15 +60,27 @@ class TritonAttention:
 
     def prepare(self, metadata: AttentionMetadata, kv_cache: Tensor) -> TritonAttentionPlan:
         """See :meth:`engine.attention.backend.AttentionBackend.prepare`."""
-        r, decodes = metadata.num_reqs, metadata.num_decodes
+        r, decodes, t = metadata.num_reqs, metadata.num_decodes, metadata.num_tokens_padded
+        block_table, seq_lens = metadata.block_table[:r], metadata.seq_lens[:r]
+        fused = decodes == r == metadata.num_tokens and not metadata.has_admitted
+        as_decodes = not fused and 0 < r and t <= MAX_TOKENS_AS_DECODES
+        slot_mapping = metadata.slot_mapping
+        if as_decodes:
+            start_loc = metadata.query_start_loc[: r + 1]
+            req, _, inside = segment_of(start_loc, r, t)
+            behind = start_loc[1:][req] - torch.arange(1, t + 1, dtype=torch.int32, device=req.device)
+            block_table, seq_lens = block_table[req], torch.where(inside, seq_lens[req] - behind, 0)
+            slot_mapping = torch.full_like(slot_mapping, -1)  # by then every key is stored
         return TritonAttentionPlan(
             num_decodes=decodes,
             num_tokens=metadata.num_tokens,
-            fused=decodes == r == metadata.num_tokens and not metadata.has_admitted,
-            block_table=metadata.block_table[:r],
-            seq_lens=metadata.seq_lens[:r],
+            fused=fused,
+            as_decodes=as_decodes,
+            block_table=block_table,
+            seq_lens=seq_lens,
             prefill_start_loc=metadata.query_start_loc[decodes : r + 1],
-            slot_mapping=metadata.slot_mapping,
+            slot_mapping=slot_mapping,
+            stored_slots=metadata.slot_mapping,
             max_seq_len=metadata.max_seq_len,
         )
 
@@ -71,11 +94,14 @@ class TritonAttention:
         if plan.fused:
             # Beside torch's projections, which larger batches use, an early start only takes room from them.
             return self._decode(plan, qkv, kv_cache, rotation, None, start_early=qkv.shape[0] <= max_rows(qkv))
+        if plan.as_decodes:
+            store_kv(qkv, kv_cache, plan.stored_slots, rotation, form=self.form)
+            return self._decode(plan, qkv, kv_cache, None, None, start_early=False)
         padded = plan.num_tokens < qkv.shape[0]
         out = (torch.zeros if padded else torch.empty)(
             (qkv.shape[0], self.num_heads * self.head_dim), dtype=qkv.dtype, device=qkv.device
         )
-        store_kv(qkv, kv_cache, plan.slot_mapping, rotation, form=self.form)
+        store_kv(qkv, kv_cache, plan.stored_slots, rotation, form=self.form)
         d = plan.num_decodes
         if d:
             self._decode(plan, qkv[:d], kv_cache, None, out[:d], start_early=False)

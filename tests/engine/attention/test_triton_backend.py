@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention import TorchAttention
+from engine.attention import TorchAttention, triton_backend
 from engine.attention.triton_backend import TritonAttention
 from tests.engine.attention.batches import make_batch
 from tests.engine.attention.test_torch_backend import BATCHES, BLOCK_SIZE, CPU, DIM, TABLES
@@ -38,6 +38,7 @@ def run(requests: list[tuple[int, int]], form: str, pad: int) -> tuple[torch.Ten
     return tuple(results)
 
 
+@pytest.mark.parametrize("as_decodes", [0, 64])
 @pytest.mark.parametrize("pad", [0, 3])
 @pytest.mark.parametrize(
     ("form", "batch"),
@@ -47,7 +48,11 @@ def run(requests: list[tuple[int, int]], form: str, pad: int) -> tuple[torch.Ten
         *[pytest.param("triton", batch, marks=pytest.mark.gpu) for batch in BATCHES],
     ],
 )
-def test_equals_the_torch_backend(form: str, batch: str, pad: int) -> None:
+def test_equals_the_torch_backend(
+    form: str, batch: str, pad: int, as_decodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few tokens taken as decodes, each of its own length, or in the launch of longer queries."""
+    monkeypatch.setattr(triton_backend, "MAX_TOKENS_AS_DECODES", as_decodes)
     expected, expected_cache, got, cache = run(BATCHES[batch], form, pad)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache, expected_cache)
