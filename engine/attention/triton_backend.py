@@ -2,7 +2,7 @@
 
 A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store
 come first for all tokens, since a request may read what another one stores, then the leading decodes, then everything
-else, each in a launch of its own. A few tokens, such as a draft and its anchor, are decodes all of them, each of its own
+else, each in a launch of its own. A few tokens, such as drafts and their anchor, are decodes all of them, each of its own
 length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every length is
 read on the device, so a captured step serves every length of its size.
 """
@@ -27,7 +27,7 @@ MAX_TOKENS_AS_DECODES = 64
 class TritonAttentionPlan:
     """What all layers of a step share: the batch's tensors, cut to its r requests, the first d of them decodes.
 
-    Where every token is taken as a decode there is a row of `block_table` and `seq_lens` for each token, and no `fused`.
+    Where every token is taken as a decode, `block_table` and `seq_lens` have a row for each token.
     """
 
     num_decodes: int
@@ -63,7 +63,7 @@ class TritonAttention:
         r, decodes, t = metadata.num_reqs, metadata.num_decodes, metadata.num_tokens_padded
         block_table, seq_lens = metadata.block_table[:r], metadata.seq_lens[:r]
         fused = decodes == r == metadata.num_tokens and not metadata.has_admitted
-        as_decodes = not fused and 0 < r and t <= MAX_TOKENS_AS_DECODES
+        as_decodes = not fused and r > 0 and t <= MAX_TOKENS_AS_DECODES
         slot_mapping = metadata.slot_mapping
         if as_decodes:
             start_loc = metadata.query_start_loc[: r + 1]
