@@ -50,7 +50,7 @@ SCHEMAS = [random_schema(random.Random(seed)) for seed in range(100, 112)]
 ANSWERS = [{"json": schema, "disable_any_whitespace": True} for schema in SCHEMAS] + [f for f, _ in CASES.values()]
 
 
-def _check(fields: dict[str, Any], text: str) -> None:
+def check_answer(fields: dict[str, Any], text: str) -> None:
     if "json" in fields:
         assert fits(json.loads(text), fields["json"]), (fields, text)
     else:
@@ -78,7 +78,7 @@ def test_every_answer_is_of_its_language(runner: str, loop: str, temperature: fl
         assert max(completion.token_ids) < 259
         if completion.finish_reason == "stop":
             ended += 1
-            _check(fields, completion.text)
+            check_answer(fields, completion.text)
     assert ended >= len(trace) - 3, "most should end in time"
     assert result.num_preemptions > 0
     if temperature:
