@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..models.checkpoint import CheckpointError
+from ..models.int8_rows import computed_dtype, restored, stored
 from ..models.tensor_shapes import check_tensor_shapes
 from .config import DSparkConfig, read_draft_config
 
@@ -25,9 +26,6 @@ Weights = dict[str, Tensor]
 
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 """The target's own where a checkpoint has none."""
-
-_FACTORS = ".row_factors"
-"""Follows the name of a matrix that is stored as int8: f32 [rows], what its rows are multiplied with."""
 
 
 def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
@@ -94,7 +92,7 @@ def read_draft(path: str | Path) -> tuple[DSparkConfig, Weights]:
                     weights[name.removeprefix("model.")] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged or cut off ({error}). Fetch the file again") from error
-    weights = _dequantised(weights, path)
+    weights = restored(weights, path)
     check_shapes(config, weights, path)
     return config, weights
 
@@ -127,41 +125,11 @@ def init_weights(config: DSparkConfig, seed: int) -> Weights:
 
 
 def write_draft(path: Path, config: DSparkConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write ``config.json`` and ``model.safetensors``; an interrupted write leaves what was there before.
-
-    With int8 matrices are rounded, row by row, to 127ths of their largest element, and vectors stored as bfloat16.
-    """
+    """Write ``config.json`` and ``model.safetensors``; an interrupted write leaves what was there before. int8: see
+    models/int8_rows.py."""
     check_shapes(config, weights, path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors: Weights = {}
-    for name, tensor in weights.items():
-        plain = tensor.detach().cpu()
-        if dtype != torch.int8:
-            tensors[name] = plain.to(dtype).contiguous()
-        elif plain.dim() == 1:
-            tensors[name] = plain.to(torch.bfloat16)
-        else:
-            factors = plain.float().abs().amax(1) / 127
-            tensors[name + _FACTORS] = factors
-            tensors[name] = (plain.float() / factors.clamp(min=1e-30).unsqueeze(1)).round().to(torch.int8)
-    save_file(tensors, path / "model.safetensors.part", metadata={"format": "pt"})
+    save_file(stored(weights, dtype), path / "model.safetensors.part", metadata={"format": "pt"})
     os.replace(path / "model.safetensors.part", path / "model.safetensors")
-    computed = torch.bfloat16 if dtype == torch.int8 else dtype
-    text = json.dumps({**config.to_hf(), "dtype": str(computed).removeprefix("torch.")}, indent=2)
+    text = json.dumps({**config.to_hf(), "dtype": computed_dtype(dtype)}, indent=2)
     (path / "config.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _dequantised(weights: Weights, path: Path) -> Weights:
-    plain: Weights = {}
-    for name, tensor in weights.items():
-        if name.endswith(_FACTORS):
-            continue
-        if tensor.dtype == torch.int8:
-            factors = weights.get(name + _FACTORS)
-            if factors is None or tensor.dim() != 2 or factors.shape != tensor.shape[:1]:
-                raise CheckpointError(
-                    f"{path}: {name} is int8 without the row factors that belong to it. Fetch the draft again"
-                )
-            tensor = tensor.float() * factors.unsqueeze(1)
-        plain[name] = tensor
-    return plain

@@ -4,46 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli.options import add_engine_options, engine_keywords
 from ..cli.terminal import UserError, columns, printable
-from .cli_data import answers, training_data, unused_token
+from .cli_data import answers
+from .cli_train import add_train_parser
 
 if TYPE_CHECKING:
     from ..llm import LLM
     from .evaluate import Acceptance, DraftModel
-
-SEQUENCES = "sequences.safetensors"
-_DTYPES = ("bfloat16", "float16", "float32", "int8")
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command to argparse's subparsers."""
     parser = commands.add_parser("dspark", help="train, calibrate or measure a DSpark draft")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    train = actions.add_parser("train", help="train a draft on the target's own answers; goes on where it was stopped")
-    train.add_argument("--out", type=Path, required=True, help="directory of the draft, its data and its state")
-    train.add_argument("--prompts", type=Path, nargs="+", help='files of {"turns": [...]} lines; default: self-made')
-    train.add_argument("--num-sequences", type=int, default=4000, help="answers to train on (default: %(default)s)")
-    train.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: %(default)s)")
-    train.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0], metavar="X", help="of the answers, in turn (default: 0)"
-    )
-    for flag, name, text in _SHAPE:
-        many: dict[str, Any] = {"nargs": "+"} if name == "target_layer_ids" else {}
-        train.add_argument(f"--{flag}", dest=name, type=int, metavar="N", help=text, **many)
-    train.add_argument("--markov-head-type", choices=("vanilla", "gated", "rnn"), default="vanilla")
-    for name, kind, text in _TRAINING:
-        train.add_argument(f"--{name}", type=kind, metavar="N", help=text, default=argparse.SUPPRESS)
-    train.add_argument(
-        "--cache-gib", type=float, default=8.0, help="most that hidden states may take on disk (default: %(default)s)"
-    )
-    train.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
-    train.add_argument("--save-dtype", choices=_DTYPES, default="bfloat16", help="default: %(default)s")
-    train.set_defaults(handler=run_train)
+    add_train_parser(actions)
 
     calibrate = actions.add_parser(
         "calibrate", help="fit the confidences' temperatures and store them beside the draft"
@@ -64,74 +42,7 @@ def add_parser(commands: Any) -> None:
         each.add_argument("--prompts", type=Path, nargs="+", help='files of {"turns": [...]} lines; default: self-made')
         each.add_argument("--num-sequences", type=int, default=100, help="of each file (default: %(default)s)")
         each.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: %(default)s)")
-    for each in (train, calibrate, evaluate):
         add_engine_options(each)
-
-
-_SHAPE: tuple[tuple[str, str, str], ...] = (
-    ("draft-block", "block_size", "drafts of a block, the anchor's place included (default: 7)"),
-    ("draft-layers", "num_hidden_layers", "layers of the draft (default: 1)"),
-    ("intermediate-size", "intermediate_size", "width of the draft's MLP (default: the target's)"),
-    ("target-layer-ids", "target_layer_ids", "layers of the target to listen to (default: 5, evenly)"),
-    ("markov-rank", "markov_rank", "width of the Markov head (default: 32)"),
-    ("mask-token-id", "mask_token_id", "the filler token (default: a special token without a use, or the last)"),
-)
-_TRAINING: tuple[tuple[str, type, str], ...] = (
-    ("steps", int, "default: 2000"),
-    ("batch-size", int, "sequences of a step (default: 32)"),
-    ("num-anchors", int, "blocks of a sequence (default: 32)"),
-    ("learning-rate", float, "default: 6e-4"),
-)
-
-
-def run_train(arguments: argparse.Namespace) -> int:
-    """Makes the data where there is none yet, then trains."""
-    import torch
-
-    from .card import write_card
-    from .data import Sequences
-    from .design import draft_config_for
-    from .hidden_states import HiddenStates
-    from .training import STATE_DIRECTORY, Trainer, TrainingSettings, train
-
-    seed = getattr(arguments, "engine.engine_seed", 0)
-    out: Path = arguments.out
-    llm = _llm(arguments)
-    shape = {name: getattr(arguments, name) for _, name, _ in _SHAPE}
-    shape["markov_head_type"] = arguments.markov_head_type
-    if shape["mask_token_id"] is None:
-        shape["mask_token_id"] = unused_token(llm)
-    config = draft_config_for(llm.loaded.config, {k: tuple(v) if isinstance(v, list) else v for k, v in shape.items()})
-    given = {n.replace("-", "_") for n, _, _ in _TRAINING} & vars(arguments).keys()
-    settings = TrainingSettings(seed=seed, **{name: getattr(arguments, name) for name in given})
-    state = out / STATE_DIRECTORY
-    state.mkdir(parents=True, exist_ok=True)
-    sequences = training_data(llm, arguments, state / SEQUENCES, seed)
-    loaded = llm.loaded
-    llm.close()
-    hidden = HiddenStates(
-        loaded.model,
-        config.target_layer_ids,
-        sequences,
-        state / "hidden",
-        int(arguments.cache_gib * 2**30),
-        loaded.name,
-    )
-    trainer = Trainer(loaded.model, config, sequences, hidden, settings)
-    if trainer.resume(out):
-        print(f"taking up {out} behind step {trainer.step_number}")
-    begin = time.monotonic()
-    report = train(trainer, out, dtype=getattr(torch, arguments.save_dtype), save_every=arguments.save_every)
-    seconds = time.monotonic() - begin
-    if report is not None:
-        made = Sequences.load(state / SEQUENCES)[1]
-        write_card(out, config, settings, made, int(sequences.lengths.sum()), report, seconds, arguments.save_dtype)
-        rates = " ".join(f"{rate:.3f}" for rate in report.accept_rate)
-        print(f"{settings.steps} steps, {seconds:.0f} s: loss {report.loss:.4f}, tau {report.tau:.3f}")
-        print(f"chance of acceptance by slot: {rates}")
-    size = (out / "model.safetensors").stat().st_size
-    print(f"{out}: {size / 2**20:.2f} MiB. Next: runnerscope dspark calibrate {out}, runnerscope dspark eval {out}")
-    return 0
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:

@@ -11,38 +11,52 @@ from ..cli.terminal import UserError
 
 if TYPE_CHECKING:
     from ..llm import LLM
+    from ..models import LoadedModel
     from .data import Sequences
+
+_PROMPTS, _ANSWERS = "prompts.jsonl", "answers.jsonl"
+"""What an interrupted call leaves beside the sequences."""
 
 
 def training_data(llm: LLM, arguments: argparse.Namespace, path: Path, seed: int) -> Sequences:
-    """Sequences of an earlier call where they were made in the same way; else new ones."""
-    from .data import Sequences, answer, first_turn, fits, read_prompts, self_prompts
+    """New sequences, in ``path``; what an interrupted call had is taken up."""
+    from .data import answer, first_turn, fits, read_prompts, self_prompts
 
-    files = arguments.prompts or []
-    about = {
-        "model": llm.loaded.name,
-        "prompts": ", ".join(str(p) for p in files) or "self-generated",
+    if arguments.prompts:
+        turns = [turns for file in arguments.prompts for turns in read_prompts(file)][: arguments.num_sequences]
+        prompts = [prompt for prompt in (first_turn(llm, turn[0]) for turn in turns) if fits(llm, prompt)]
+        _say_missing(len(turns) - len(prompts), len(turns))
+    else:
+        prompts = self_prompts(llm, arguments.num_sequences, seed, keep=path.with_name(_PROMPTS))
+    kept = path.with_name(_ANSWERS)
+    sequences = answer(llm, prompts, arguments.max_tokens, arguments.temperatures, seed, keep=kept)
+    sequences.save(path, _about(llm.loaded.name, arguments, seed))
+    kept.unlink()
+    print(f"{len(sequences)} sequences, {int(sequences.lengths.sum())} tokens in {path}")
+    return sequences
+
+
+def stored_data(name: str, arguments: argparse.Namespace, path: Path, seed: int) -> Sequences:
+    """The sequences of an earlier call for the model ``name``. Raises UserError if they were made in another way."""
+    from .data import Sequences
+
+    sequences, made = Sequences.load(path)
+    about = _about(name, arguments, seed)
+    if made != about:
+        different = "; ".join(f"{k} was {made.get(k)}, is {about[k]}" for k in about if made.get(k) != about[k])
+        raise UserError(f"{path} holds other sequences: {different}. Give another --out or --data, or the same options")
+    return sequences
+
+
+def _about(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, str]:
+    return {
+        "model": name,
+        "prompts": ", ".join(path.name for path in arguments.prompts or []) or "self-generated",
         "num_sequences": str(arguments.num_sequences),
         "max_tokens": str(arguments.max_tokens),
         "temperatures": " ".join(map(str, arguments.temperatures)),
         "seed": str(seed),
     }
-    if path.is_file():
-        sequences, made = Sequences.load(path)
-        if made != about:
-            different = "; ".join(f"{k} was {made.get(k)}, is {about[k]}" for k in about if made.get(k) != about[k])
-            raise UserError(f"{path} holds other sequences: {different}. Give another --out, or the same options")
-        return sequences
-    if files:
-        turns = [turns for file in files for turns in read_prompts(file)][: arguments.num_sequences]
-        prompts = [prompt for prompt in (first_turn(llm, turn[0]) for turn in turns) if fits(llm, prompt)]
-        _say_missing(len(turns) - len(prompts), len(turns))
-    else:
-        prompts = self_prompts(llm, arguments.num_sequences, seed)
-    sequences = answer(llm, prompts, arguments.max_tokens, arguments.temperatures, seed)
-    sequences.save(path, about)
-    print(f"{len(sequences)} sequences, {int(sequences.lengths.sum())} tokens in {path}")
-    return sequences
 
 
 def answers(llm: LLM, arguments: argparse.Namespace, temperature: float) -> dict[str, Sequences]:
@@ -67,13 +81,13 @@ def _say_missing(missing: int, asked: int) -> None:
         print(f"{missing} of {asked} turns left out: no room for them, raise --max-model-len", file=sys.stderr)
 
 
-def unused_token(llm: LLM) -> int | None:
+def unused_token(loaded: LoadedModel) -> int | None:
     """The last special token that means nothing to a chat; None without one."""
-    tokenizer = llm.loaded.tokenizer
+    tokenizer = loaded.tokenizer
     if tokenizer is None:
         return None
     used = set(tokenizer.special_tokens.values())
     added = tokenizer.backend.get_added_tokens_decoder().items()
     template = tokenizer.chat_template or ""
     free = [i for i, token in added if token.special and token.content not in used and token.content not in template]
-    return max((i for i in free if i < llm.loaded.config.vocab_size and i not in tokenizer.eos_token_ids), default=None)
+    return max((i for i in free if i < loaded.config.vocab_size and i not in tokenizer.eos_token_ids), default=None)

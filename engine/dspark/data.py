@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..sampling_params import SamplingParams
+from .journal import Journal, generate_into
+from .openers import closer, opener
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
 _MARK = "\ue000"
 """Stands for a user's words in a rendered template; of the private use area, so no template has it."""
+_TURN_TEMPERATURE = 0.8
+"""At 1 every fourth made-up turn of a small model is gibberish, and the answer to it then too."""
 
 
 class DataError(ValueError):
@@ -62,6 +68,12 @@ class Sequences:
         """i64 [n + 1]: where each sequence begins in ``tokens``, and where the last ends."""
         return np.concatenate((np.zeros(1, dtype=np.int64), self.lengths.cumsum()))
 
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """i64 [b, s]: where in ``tokens`` the tokens of sequences [b] are; len(tokens) behind a shorter one's end."""
+        lengths = self.lengths[indices]
+        place = np.arange(int(lengths.max(initial=0)))
+        return np.where(place < lengths[:, None], self.begins[indices][:, None] + place, len(self.tokens))
+
     def __iter__(self) -> Iterator[list[int]]:
         return (self[i] for i in range(len(self)))
 
@@ -74,7 +86,7 @@ class Sequences:
     def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Sequences:
         """From prompts and their responses; pairs without a response are left out."""
         pairs = [(prompt, response) for prompt, response in pairs if prompt and response]
-        flat = [token for prompt, response in pairs for token in (*prompt, *response)]
+        flat = list(itertools.chain.from_iterable(part for pair in pairs for part in pair))
         return cls(
             np.array(flat, dtype=np.int32),
             np.array([len(prompt) + len(response) for prompt, response in pairs], dtype=np.int64),
@@ -89,7 +101,8 @@ class Sequences:
     def save(self, path: Path, about: Mapping[str, str]) -> None:
         """One safetensors file; ``about`` says how they were made."""
         parts = {name: torch.from_numpy(getattr(self, name)) for name in ("tokens", "lengths", "starts")}
-        save_file(parts, path, metadata=dict(about))
+        save_file(parts, path.with_name(f"{path.name}.part"), metadata=dict(about))
+        os.replace(path.with_name(f"{path.name}.part"), path)
 
     @classmethod
     def load(cls, path: Path) -> tuple[Sequences, dict[str, str]]:
@@ -124,11 +137,14 @@ def read_prompts(path: Path) -> list[list[str]]:
     return prompts
 
 
-def self_prompts(llm: LLM, count: int, seed: int, max_tokens: int = 96, progress: bool = True) -> list[dict[str, Any]]:
-    """Prompts that the target makes up: its chat template up to the user's words, sampled on at temperature 1.
+def self_prompts(
+    llm: LLM, count: int, seed: int, max_tokens: int = 96, progress: bool = True, keep: Path | None = None
+) -> list[dict[str, Any]]:
+    """Prompts that the target makes up: its chat template up to the user's words, sampled on at temperature 0.8.
 
-    A target without a chat template gets its first token, or a random one, as the whole prompt: its answers are then
-    any text of its own. Fewer than ``count`` where a made-up turn is empty or too long.
+    Most turns begin with given words (openers.py). A target without a chat template gets its first token, or a random
+    one, as the whole prompt: its answers are then any text of its own. Fewer than ``count`` where a made-up turn is
+    empty or too long. What was made up is kept in the file ``keep`` and taken up from there.
     """
     tokenizer = llm.get_tokenizer()
     if tokenizer.chat_template is None:
@@ -142,13 +158,21 @@ def self_prompts(llm: LLM, count: int, seed: int, max_tokens: int = 96, progress
         raise DataError("the chat template drops what the user says: give prompts in a file (--prompts)")
     # Mostly an end-of-sequence token, which ends the turn anyway.
     stop = behind.strip().partition("\n")[0]
-    prompt = {"prompt_token_ids": tokenizer.encode(before, add_special_tokens=False)}
+    openers = [opener(i) for i in range(count)]
+    beginnings = [{"prompt_token_ids": tokenizer.encode(before + o, add_special_tokens=False)} for o in openers]
     params = [
-        SamplingParams(temperature=1.0, seed=seed + i, max_tokens=max_tokens, stop=(stop,) if stop else ())
+        SamplingParams(
+            temperature=_TURN_TEMPERATURE, seed=seed + i, max_tokens=max_tokens, stop=(stop,) if stop else ()
+        )
         for i in range(count)
     ]
-    outputs = llm.generate([prompt] * count, params, use_tqdm=progress)
-    turns = [output.outputs[0].text.strip() for output in outputs]
+    about = {"model": llm.loaded.name, "count": str(count), "seed": str(seed), "max_tokens": str(max_tokens)}
+    texts = generate_into(
+        Journal(keep, about), llm, beginnings, params, lambda output: output.outputs[0].text, "Prompts", progress
+    )
+    turns = [
+        (o + t).strip() + closer(i) if t.strip() else "" for i, (o, t) in enumerate(zip(openers, texts, strict=True))
+    ]
     prompts = [p for p in (first_turn(llm, turn) for turn in turns if turn) if fits(llm, p)]
     if not prompts:
         raise DataError(
@@ -177,18 +201,35 @@ def _prompt(llm: LLM, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
 
 
 def answer(
-    llm: LLM, prompts: Sequence[Any], max_tokens: int, temperatures: Sequence[float], seed: int, progress: bool = True
+    llm: LLM,
+    prompts: Sequence[Any],
+    max_tokens: int,
+    temperatures: Sequence[float],
+    seed: int,
+    progress: bool = True,
+    keep: Path | None = None,
 ) -> Sequences:
     """The target's answers, by this engine; prompt i at temperature i mod len(temperatures).
 
-    An answer keeps its end-of-sequence token: a draft must learn to propose it.
+    An answer keeps its end-of-sequence token: a draft must learn to propose it. Answers are kept in the file ``keep``
+    as they come, and taken up from there.
     """
     params = [
         SamplingParams(temperature=temperatures[i % len(temperatures)], seed=seed + i, max_tokens=max_tokens)
         for i in range(len(prompts))
     ]
-    outputs = llm.generate(list(prompts), params, use_tqdm=progress)
-    return Sequences.of([(o.prompt_token_ids, o.outputs[0].token_ids) for o in outputs])
+    asked = hashlib.sha256(json.dumps([p["prompt_token_ids"] for p in prompts]).encode()).hexdigest()
+    about = {
+        "model": llm.loaded.name,
+        "prompts": asked,
+        "max_tokens": str(max_tokens),
+        "temperatures": " ".join(map(str, temperatures)),
+        "seed": str(seed),
+    }
+    answers = generate_into(
+        Journal(keep, about), llm, prompts, params, lambda output: output.outputs[0].token_ids, "Answers", progress
+    )
+    return Sequences.of([(p["prompt_token_ids"], tokens) for p, tokens in zip(prompts, answers, strict=True)])
 
 
 def answer_turns(

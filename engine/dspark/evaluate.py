@@ -19,8 +19,8 @@ from .config import DSparkConfig
 from .contiguous import draft_block, draft_hidden, most_likely
 from .data import Sequences
 from .lookup import lookup_loop
+from .objectives import shared_weights
 from .target import prefill_with_hidden
-from .training import shared_weights
 
 _BLOCKS_AT_ONCE = 64
 _TOKENS_AT_ONCE = {"cuda": 65_536, "cpu": 4096}

@@ -108,13 +108,16 @@ def sample_anchors(
     Up to ``num_anchors`` a sequence, without replacement, among the positions of the response that have another token
     behind them; rows with fewer are filled with position 0.
     """
-    counts = np.minimum(np.maximum(lengths - 1 - starts, 0), num_anchors)
+    possible = np.maximum(lengths - 1 - starts, 0)
+    counts = np.minimum(possible, num_anchors)
     width = max(int(counts.max(initial=0)), 1)
-    anchors = np.zeros((len(lengths), width), dtype=np.int64)
-    for row, count in enumerate(counts):
-        chosen = rng.choice(int(lengths[row] - 1 - starts[row]), size=int(count), replace=False)
-        anchors[row, :count] = np.sort(chosen) + starts[row]
-    return anchors, np.arange(width) < counts[:, None]
+    # The places of the smallest random keys are a sample without replacement.
+    keys = rng.random((len(lengths), max(int(possible.max(initial=0)), 1)))
+    keys[np.arange(keys.shape[1]) >= possible[:, None]] = 2.0
+    chosen = np.argsort(keys, axis=1)[:, :width]
+    real = np.arange(width) < counts[:, None]
+    anchors = np.sort(np.where(real, chosen + starts[:, None], np.iinfo(np.int64).max), axis=1)
+    return np.where(real, anchors, 0), real
 
 
 def block_labels(
@@ -135,10 +138,24 @@ def block_labels(
     return flat[..., :-1], flat[..., 1:], valid
 
 
+def valid_slots(lengths: np.ndarray, anchors: np.ndarray, real: np.ndarray, block: int) -> Tensor:
+    """The last result of `block_labels`, on the host."""
+    place = anchors[..., None] + 1 + np.arange(block)
+    return torch.from_numpy((place < lengths[:, None, None]) & real[..., None])
+
+
 def slot_weights(valid: Tensor, decay: float) -> Tensor:
     """f32 [..., γ]: exp(-k / decay) where a slot counts."""
     k = torch.arange(valid.shape[-1], device=valid.device)
     return valid * torch.exp(-k / decay)
+
+
+def vocabulary_terms(logits: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy with ``labels`` [...] and Σ|q - p|, both [...], of the draft's logits [..., V] and the target's law
+    p [..., V]."""
+    log_q = logits.log_softmax(-1)
+    ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return ce, (log_q.exp() - p).abs().sum(-1)
 
 
 def block_losses(
@@ -160,10 +177,9 @@ def block_losses(
         e = markov_embedding(weights, blocks.before)
         logits = logits + markov_bias(weights, block_latents(config, weights, e, hidden)).float()
     scale = slot_weights(valid, decay)
-    ce = F.cross_entropy(logits.flatten(0, 1), blocks.labels.flatten(), reduction="none").view(scale.shape)
     with torch.no_grad():
         p = F.linear(blocks.target_hidden.float(), head).softmax(-1)
-    l1 = (logits.softmax(-1) - p).abs().sum(-1)
+    ce, l1 = vocabulary_terms(logits, p, blocks.labels)
     # The exact chance that rejection sampling accepts a token drawn from q.
     accept = (1 - 0.5 * l1).detach()
     zero = torch.zeros_like(ce)

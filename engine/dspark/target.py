@@ -40,7 +40,7 @@ def forward_with_hidden(
         if i in layer_ids:
             chosen.append(x.clone())
     attention.finish(plan, kv_cache)
-    return model.norm(x), torch.cat(chosen, -1)
+    return model.norm(x), torch.cat(chosen, -1) if chosen else x.new_empty(x.shape[0], 0)
 
 
 def prefill_with_hidden(

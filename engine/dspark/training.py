@@ -1,7 +1,8 @@
-"""Training a draft for a target that stays as it is: steps, checkpoints, resuming.
+"""Training a head for a target that stays as it is: steps, checkpoints, resuming.
 
 A step is a pure function of (settings, data, weights, its number): what it trains on is drawn from a generator seeded
-with its number. So a run that was interrupted and taken up again ends where an uninterrupted one does.
+with its number. So a run of a number of steps that was interrupted and taken up again ends where an uninterrupted one
+does. A run of a number of minutes ends with a finished checkpoint as well, whatever the machine manages in them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,33 +22,34 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.utils import tqdm
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..models.decoder import CausalLM
-from .checkpoint import Weights, init_weights, write_draft
-from .config import DSparkConfig
-from .contiguous import draft_hidden
+from ..interrupts import deferred_interrupt
 from .data import Sequences
 from .hidden_states import HiddenStates
-from .loss import Blocks, LossSums, LossWeights, StepReport, block_labels, block_losses, sample_anchors, slot_weights
+from .loss import LossWeights, StepReport
+from .objectives import Batch, Objective, Outcome, TrainingError
 
 STATE_DIRECTORY = "training"
 """Of a draft's directory, for what only its training needs; the rest is the draft and can be handed on."""
 _STATE, _ABOUT = "state.safetensors", "state.json"
-_ROWS_AT_ONCE = {"cuda": 8192, "cpu": 1024}
-"""Slots whose logits over the whole vocabulary are in memory together."""
-
-
-class TrainingError(ValueError):
-    """A training that cannot be run or taken up again; says why and what to do."""
+_MAY_CHANGE = ("steps", "minutes")
+"""Settings that a run which is taken up may have otherwise where it goes by the clock."""
+_REPORT_SECONDS = 1.0
+_REPORT_STEPS = 50
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train. The rates and weights are the paper's."""
+    """How to train. The rates and weights are the paper's.
+
+    ``minutes``, where given, takes the place of ``steps``: the learning rate then follows the time spent in training.
+    """
 
     steps: int = 2000
+    minutes: float | None = None
     batch_size: int = 32
     num_anchors: int = 32
     learning_rate: float = 6e-4
@@ -63,103 +67,82 @@ class TrainingSettings:
             raise TrainingError(
                 f"learning_rate must be positive and warmup a part of 1, got {self.learning_rate}, {self.warmup}"
             )
+        if self.minutes is not None and not self.minutes > 0:
+            raise TrainingError(f"minutes must be positive, got {self.minutes}")
 
-    def rate(self, step: int) -> float:
-        """Learning rate of a step: a linear warm-up, then a cosine to zero."""
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+    def rate(self, done: float) -> float:
+        """Learning rate with the part ``done`` of the training done: a linear warm-up, then a cosine to zero."""
+        if done < self.warmup:
+            return self.learning_rate * done / self.warmup
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
 
 
 class Trainer:
-    """A draft in training, and its optimizer.
+    """A head in training, and its optimizer.
 
     Args:
-        target: the model that the draft is for; its weights are only read.
-        hidden: of ``sequences``, on the target's device.
+        hidden: of ``sequences``, with the layers of ``objective``.
 
     Raises:
-        DraftConfigError: the draft is not one for the target.
         TrainingError: there is nothing to train on.
     """
 
     def __init__(
-        self,
-        target: CausalLM,
-        config: DSparkConfig,
-        sequences: Sequences,
-        hidden: HiddenStates,
-        settings: TrainingSettings,
+        self, objective: Objective, sequences: Sequences, hidden: HiddenStates, settings: TrainingSettings
     ) -> None:
-        config.check_target(target.config)
         if not len(sequences) or int((sequences.lengths - sequences.starts).max()) < 2:
             raise TrainingError("no response is two tokens long: there is nothing to draw an anchor from")
-        self.config, self.sequences, self.hidden, self.settings = config, sequences, hidden, settings
-        self.device = target.device
-        self.embedding, self.head = shared_weights(target)
-        start = init_weights(config, settings.seed)
-        self.weights: Weights = {name: w.to(self.device).requires_grad_() for name, w in start.items()}
+        self.objective, self.sequences, self.hidden, self.settings = objective, sequences, hidden, settings
+        self.device = objective.device
+        self.weights = objective.weights
+        # Behind the last token a zero, for what lies behind a shorter sequence.
+        self._tokens = torch.from_numpy(np.append(sequences.tokens, 0).astype(np.int64)).to(self.device)
         self.optimizer = torch.optim.AdamW(
-            list(self.weights.values()), lr=settings.learning_rate, weight_decay=settings.weight_decay
-        )
+            list(self.weights.values()), lr=settings.learning_rate, weight_decay=settings.weight_decay,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
         self.step_number = 0
+        self.seconds = 0.0
+        """Spent in training, by all calls together; `train` counts them."""
 
-    def step(self) -> StepReport:
-        """Train on one batch."""
+    @property
+    def done(self) -> float:
+        """The part of the training that is done, 1 at its end."""
+        if self.settings.minutes is not None:
+            return min(1.0, self.seconds / (60 * self.settings.minutes))
+        return min(1.0, self.step_number / self.settings.steps)
+
+    def step(self) -> Outcome:
+        """Train on one batch, without waiting for the device."""
         settings = self.settings
-        rng = np.random.default_rng((settings.seed, self.step_number))
-        size = min(settings.batch_size, len(self.sequences))
-        batch = rng.choice(len(self.sequences), size=size, replace=False)
+        done = self.done if settings.minutes is not None else (self.step_number + 0.5) / settings.steps
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.rate(self.step_number)
+            group["lr"] = settings.rate(done)
         self.optimizer.zero_grad(set_to_none=True)
-        sums, weight = self._backward(batch, rng)
+        with _tf32(self.device):
+            outcome = self.objective.backward(self._batch())
         torch.nn.utils.clip_grad_norm_(list(self.weights.values()), settings.max_grad_norm)
         self.optimizer.step()
         self.step_number += 1
-        return StepReport.of(sums, weight, settings.loss)
+        return outcome
 
-    def _backward(self, batch: np.ndarray, rng: np.random.Generator) -> tuple[LossSums, float]:
-        """Gradients of the batch's mean loss; its sums, and the weight of all its slots."""
-        lengths, starts = self.sequences.lengths[batch], self.sequences.starts[batch]
-        anchors_np, real_np = sample_anchors(lengths, starts, self.settings.num_anchors, rng)
-        context, last = self.hidden.batch(batch.tolist())
-        rows = [torch.tensor(self.sequences[i]) for i in batch.tolist()]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
-        anchors, real = torch.from_numpy(anchors_np).to(self.device), torch.from_numpy(real_np).to(self.device)
-        block, d = self.config.block_size, last.shape[-1]
-        before, labels, valid = block_labels(tokens, torch.from_numpy(lengths).to(self.device), anchors, real, block)
-        # The target's state at the token before a slot is what its own prediction of the slot comes from.
-        place = (anchors.unsqueeze(-1) + torch.arange(block, device=self.device)).clamp(max=last.shape[1] - 1)
-        target_hidden = last.gather(1, place.flatten(1).unsqueeze(-1).expand(-1, -1, d)).view(*place.shape, d)
-        with self._autocast():
-            ids = tokens.gather(1, anchors)
-            hidden = draft_hidden(self.config, self.weights, self.embedding, context, ids, anchors)
-        keep = real.flatten().nonzero().squeeze(1)
-        parts = [x.flatten(0, 1)[keep] for x in (target_hidden, before, labels, valid)]
-        leaf = hidden.flatten(0, 1)[keep].detach().requires_grad_()
-        weight = slot_weights(parts[3], self.settings.loss.decay).sum()
-        sums: LossSums | None = None
-        chunk = max(1, _ROWS_AT_ONCE[self.device.type] // block)
-        for begin in range(0, len(leaf), chunk):
-            piece = Blocks(*(x[begin : begin + chunk] for x in (leaf, *parts)))
-            terms = block_losses(self.config, self.weights, self.head, piece, self.settings.loss.decay)
-            (terms.total(self.settings.loss) / weight).backward()
-            sums = terms.detached() if sums is None else sums + terms.detached()
-        assert sums is not None and leaf.grad is not None
-        hidden.flatten(0, 1)[keep].backward(leaf.grad)
-        return sums, float(weight)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+    def _batch(self) -> Batch:
+        rng = np.random.default_rng((self.settings.seed, self.step_number))
+        size = min(self.settings.batch_size, len(self.sequences))
+        chosen_rows = rng.choice(len(self.sequences), size=size, replace=False)
+        chosen, last = self.hidden.batch(chosen_rows.tolist())
+        if self.device.type == "cpu":
+            chosen, last = chosen.float(), last.float()
+        rows = torch.from_numpy(self.sequences.rows(chosen_rows)).to(self.device, non_blocking=True)
+        lengths, starts = self.sequences.lengths[chosen_rows], self.sequences.starts[chosen_rows]
+        return Batch(self._tokens[rows], chosen, last, lengths, starts, rng)
 
     # -- on disk
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
-        """The draft as a checkpoint that loads anywhere, and beside it what taking the training up again needs."""
+        """The head as a checkpoint that loads anywhere, and beside it what taking the training up again needs."""
         self.hidden.sync()
-        write_draft(directory, self.config, self.weights, dtype)
+        self.objective.write(directory, dtype)
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"weight.{name}"] = weight.detach()
@@ -168,9 +151,11 @@ class Trainer:
         directory = directory / STATE_DIRECTORY
         directory.mkdir(exist_ok=True)
         part = directory / f"{_STATE}.part"
-        save_file({k: v.cpu().contiguous() for k, v in state.items()}, part, metadata={"step": str(self.step_number)})
+        # The numbers lie in the file itself, so that they are of these weights whenever the process dies.
+        numbers = {"step": str(self.step_number), "seconds": repr(self.seconds)}
+        save_file({k: v.cpu().contiguous() for k, v in state.items()}, part, metadata=numbers)
         os.replace(part, directory / _STATE)
-        (directory / _ABOUT).write_text(json.dumps(self._about() | {"step": self.step_number}, indent=2) + "\n")
+        (directory / _ABOUT).write_text(json.dumps(self._about() | numbers, indent=2) + "\n")
 
     def resume(self, directory: Path) -> bool:
         """Take up what `save` left; False if there is nothing.
@@ -179,10 +164,12 @@ class Trainer:
             TrainingError: it was another training; says what differs.
         """
         directory = directory / STATE_DIRECTORY
-        if not (directory / _STATE).is_file():
+        if not (directory / _STATE).is_file() or not (directory / _ABOUT).is_file():
             return False
         about = json.loads((directory / _ABOUT).read_text(encoding="utf-8"))
         own = json.loads(json.dumps(self._about()))
+        if self.settings.minutes is not None and isinstance(about.get("settings"), dict):
+            about["settings"] |= {name: own["settings"][name] for name in _MAY_CHANGE}
         different = [name for name in own if about.get(name) != own[name]]
         if different:
             said = "; ".join(f"{name} was {about.get(name)}, is {own[name]}" for name in different)
@@ -197,15 +184,21 @@ class Trainer:
                     key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state
                 }
                 if kept:
-                    moved = {key: value if key == "step" else value.to(self.device) for key, value in kept.items()}
-                    self.optimizer.state[weight] = moved
-        self.step_number = int(about["step"])
+                    # A fused optimizer counts its steps on the device, the other on the host.
+                    on_device = self.optimizer.param_groups[0]["fused"]
+                    self.optimizer.state[weight] = {
+                        key: value if key == "step" and not on_device else value.to(self.device)
+                        for key, value in kept.items()
+                    }
+        with safe_open(directory / _STATE, framework="pt") as opened:
+            numbers = opened.metadata()
+        self.step_number, self.seconds = int(numbers["step"]), float(numbers["seconds"])
         return True
 
     def _about(self) -> dict[str, Any]:
         return {
             "settings": dataclasses.asdict(self.settings),
-            "config": self.config.to_hf(),
+            **self.objective.about(),
             "sequences": self.sequences.fingerprint,
         }
 
@@ -219,36 +212,63 @@ def train(
     progress: bool = True,
     on_step: Callable[[int, StepReport], None] | None = None,
 ) -> StepReport | None:
-    """Run the steps that are left, saving now and then and when interrupted; the last step's report."""
-    report, total = None, trainer.settings.steps
-    bar = tqdm(total=total, initial=trainer.step_number, desc="Training the draft", disable=not progress)
+    """Train to the end, saving now and then and when interrupted (a Ctrl-C ends it behind a whole step).
+
+    Returns:
+        The mean report of the last steps; None where none was left.
+    """
+    loss = trainer.settings.loss
+    recent: deque[Outcome] = deque(maxlen=_REPORT_STEPS)
+    shown = 0.0
+    unit: dict[str, Any] = {"total": trainer.settings.steps, "initial": trainer.step_number}
+    if trainer.settings.minutes is not None:
+        unit: dict[str, Any] = {
+            "total": round(60 * trainer.settings.minutes),
+            "initial": round(trainer.seconds),
+            "unit": "s",
+        }
+    bar = tqdm(desc=f"Training {trainer.objective.title}", disable=not progress, **unit)
+    begin, earlier = time.monotonic(), trainer.seconds
     try:
-        while trainer.step_number < total:
-            report = trainer.step()
-            bar.update()
-            bar.set_postfix(loss=f"{report.loss:.3f}", tau=f"{report.tau:.2f}", refresh=False)
-            if on_step is not None:
-                on_step(trainer.step_number, report)
-            if trainer.step_number % save_every == 0 and trainer.step_number < total:
-                trainer.save(directory, dtype)
+        while trainer.done < 1:
+            with deferred_interrupt():
+                trainer.seconds = earlier + time.monotonic() - begin
+                recent.append(trainer.step())
+                if on_step is not None:
+                    on_step(trainer.step_number, recent[-1].report(loss))
+                if time.monotonic() - shown > _REPORT_SECONDS and progress:
+                    shown, report = time.monotonic(), recent[-1].report(loss)
+                    told = {"step": trainer.step_number, "loss": f"{report.loss:.3f}", "tau": f"{report.tau:.2f}"}
+                    bar.set_postfix(told, refresh=False)
+                    bar.update((trainer.step_number if trainer.settings.minutes is None else trainer.seconds) - bar.n)
+                if trainer.step_number % save_every == 0 and trainer.done < 1:
+                    trainer.save(directory, dtype)
+    except KeyboardInterrupt:
+        with deferred_interrupt():
+            trainer.save(directory, dtype)
+        raise
     finally:
         bar.close()
+    with deferred_interrupt():
         trainer.save(directory, dtype)
-    return report
+    return _mean(recent).report(loss) if recent else None
 
 
-def shared_weights(target: CausalLM) -> tuple[Tensor, Tensor]:
-    """The target's embedding [V, d] and output head [V, d], f32 and free of inference mode.
+def _mean(outcomes: deque[Outcome]) -> Outcome:
+    sums = outcomes[0].sums
+    for outcome in list(outcomes)[1:]:
+        sums = sums + outcome.sums
+    return Outcome(sums, sum(outcome.weight for outcome in outcomes))
 
-    Raises:
-        TrainingError: the head is held in a form that can't be read back.
-    """
-    embedding, head = target.embed_tokens.weight, target.lm_head.weight
-    if head is None:
-        if not target.config.tie_word_embeddings:
-            raise TrainingError(
-                "the target's output head is packed for this CPU: load it with dtype float32 to train on it"
-            )
-        head = embedding
-    plain = embedding.detach().float().clone()
-    return plain, plain if head is embedding else head.detach().float().clone()
+
+@contextmanager
+def _tf32(device: torch.device) -> Iterator[None]:
+    """f32 products in TF32 on a GPU: logits over the whole vocabulary are most of a step, and bfloat16 is too coarse
+    for them."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

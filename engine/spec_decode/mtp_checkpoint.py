@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..models.checkpoint import CheckpointError
 from ..models.config import ModelConfig, ModelConfigError
+from ..models.int8_rows import computed_dtype, restored, stored
 from ..models.safetensors_checkpoint import read_json
 from ..models.tensor_shapes import check_tensor_shapes
 from ..models.weights import expected_shapes as shapes_of_model
@@ -82,7 +83,7 @@ def init_weights(config: ModelConfig, seed: int) -> Weights:
 
 
 def read_mtp(path: str | Path) -> tuple[ModelConfig, Weights]:
-    """Config and tensors, as stored, of the head in the directory ``path``.
+    """Config and tensors, as stored or f32 where that is int8, of the head in the directory ``path``.
 
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors don't fit the config; names them.
@@ -105,6 +106,7 @@ def read_mtp(path: str | Path) -> tuple[ModelConfig, Weights]:
                 weights[name] = opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: missing, damaged or cut off ({error}). Fetch the file again") from error
+    weights = restored(weights, path)
     check_shapes(config, weights, path)
     return config, weights
 
@@ -115,11 +117,11 @@ def check_shapes(config: ModelConfig, weights: Mapping[str, Tensor], path: Path)
 
 
 def write_mtp(path: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write ``config.json`` and ``model.safetensors``; an interrupted write leaves what was there before."""
+    """Write ``config.json`` and ``model.safetensors``; an interrupted write leaves what was there before. int8:
+    see models/int8_rows.py."""
     check_shapes(config, weights, path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
-    save_file(tensors, path / "model.safetensors.part", metadata={"format": "pt"})
+    save_file(stored(weights, dtype), path / "model.safetensors.part", metadata={"format": "pt"})
     os.replace(path / "model.safetensors.part", path / "model.safetensors")
-    fields = {"architectures": [MTP_CLASS], **dataclasses.asdict(config), "dtype": str(dtype).removeprefix("torch.")}
+    fields = {"architectures": [MTP_CLASS], **dataclasses.asdict(config), "dtype": computed_dtype(dtype)}
     (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,14 +1,24 @@
 """`runnerscope dspark`: a draft from nothing to measured, on a tiny model; and what it refuses."""
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from engine import LLM
 from engine.cli.main import build_parser, run
 from engine.dspark import cli, read_draft
 from engine.dspark.calibration import Calibration
+from engine.dspark.training import Trainer
+from engine.spec_decode.mtp_checkpoint import read_mtp
 from tests.engine.dspark.golden import ROOT
+from tests.engine.engine_helpers import greedy
 from tests.engine.tiny_text import letters, text_model
 
 pytestmark = pytest.mark.slow
@@ -35,6 +45,21 @@ def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
     except SystemExit as end:
         code = int(end.code or 0)
     return code, *capsys.readouterr()
+
+
+@contextmanager
+def LLMs(model: list[str], spec: dict[str, Any]) -> Iterator[list[LLM]]:
+    """Engines on the tiny target without drafts and with them."""
+    folder = model[1]
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 2, "num_gpu_blocks_override": 65}
+    llms = [
+        LLM(model=folder, load_format="dummy", device="cpu", speculative_config=each, **sizes) for each in (None, spec)
+    ]
+    try:
+        yield llms
+    finally:
+        for llm in llms:
+            llm.close()
 
 
 def test_from_nothing_to_measured(tmp_path: Path, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +102,103 @@ def test_from_nothing_to_measured(tmp_path: Path, model: list[str], capsys: pyte
         assert "ECE before" in text and f"stored in {out}" in text
         found = Calibration.load(out)
         assert found is not None and len(found.temperatures) == 3
+
+
+class Interrupter:
+    """A Ctrl-C as it comes: a signal in the middle of call number ``at`` of one of the engine's steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, at: int) -> None:
+        self.calls = 0
+        real = owner.step  # type: ignore[attr-defined]
+
+        def step(own: Any) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                signal.raise_signal(signal.SIGINT)
+            return real(own)
+
+        monkeypatch.setattr(owner, "step", step)
+
+
+@pytest.mark.parametrize("head", ["dspark", "mtp"])
+def test_a_call_that_is_interrupted_anywhere_is_taken_up(
+    head: str, tmp_path: Path, model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While prompts are made up, while they are answered, in a step of the training: the end is the same."""
+    options = ["--head", head, *TRAIN, *(SHAPE if head == "dspark" else []), "--save-dtype", "float32", *model]
+    # Three at a time, so that answers come in waves.
+    options += ["--temperatures", "0", "1", "--max-num-seqs", "3"]
+    code, _, error = call(capsys, "train", "--out", str(tmp_path / "whole"), *options)
+    assert code == 0, error
+    out, state, kept = tmp_path / "cut", tmp_path / "cut" / "training", []
+    for owner, at in ((LLM, 5), (LLM, 150), (LLM, 215), (LLM, 3), (Trainer, 2), (Trainer, 1)):
+        with monkeypatch.context() as patch:
+            interrupter = Interrupter(patch, owner, at)
+            code, _, error = call(capsys, "train", "--out", str(out), *options)
+            assert code == 130 and interrupter.calls == at, error
+        kept.append({p.name: len(p.read_text().splitlines()) - 1 for p in state.glob("*.jsonl")})
+    assert kept[0] == {"prompts.jsonl": 0} and 1 <= kept[1]["prompts.jsonl"] < 8
+    assert kept[2]["prompts.jsonl"] == 8 and 1 <= kept[2]["answers.jsonl"] < 8
+    assert kept[-1] == {"prompts.jsonl": 8}
+    code, text, error = call(capsys, "train", "--out", str(out), *options)
+    assert code == 0 and f"taking up {out} behind step 3" in text, error
+    for name in ("model.safetensors", "training/sequences.safetensors"):
+        one, other = (load_file(tmp_path / folder / name) for folder in ("whole", "cut"))
+        assert one.keys() == other.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(other[key], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_draft_and_a_head_on_the_same_answers(
+    tmp_path: Path, model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ["--data", str(tmp_path / "data"), *TRAIN, *model]
+    code, _, error = call(capsys, "train", "--out", str(tmp_path / "draft"), *SHAPE, *data)
+    assert code == 0, error
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "__init__", None)  # no engine is needed any more
+        code, text, error = call(
+            capsys, "train", "--head", "mtp", "--out", str(tmp_path / "head"), "--save-dtype", "int8", *data
+        )
+    assert code == 0 and "--mtp" in text, error
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["hidden", "prompts.jsonl", "sequences.safetensors"]
+    assert "# MTP head for" in (tmp_path / "head" / "README.md").read_text()
+    config, weights = read_mtp(tmp_path / "head")
+    assert config.num_hidden_layers == 1 and weights["eh_proj.weight"].dtype == torch.float32
+    spec = {"method": "mtp", "model": str(tmp_path / "head")}
+    with LLMs(model, spec) as (plain, speculating):
+        prompt, params = {"prompt_token_ids": [5, 6, 7, 8]}, greedy(12)
+        one, other = (llm.generate(prompt, params, use_tqdm=False)[0].outputs[0] for llm in (plain, speculating))
+        assert one.token_ids == other.token_ids
+
+    code, _, error = call(
+        capsys,
+        "train",
+        "--head",
+        "mtp",
+        "--out",
+        str(tmp_path / "x"),
+        "--markov-rank",
+        "8",
+        "--draft-layers",
+        "2",
+        *data,
+    )
+    assert code == 2 and "--head mtp takes no --draft-layers, --markov-rank" in error
+
+
+def test_minutes_end_with_a_finished_head(tmp_path: Path, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--out", str(tmp_path), *TRAIN, *SHAPE, *model]
+    code, text, error = call(capsys, "train", *options, "--minutes", "0.05")
+    assert code == 0, error
+    seconds = float(text.split(" steps, ")[1].split(" s:")[0])
+    assert 2.5 <= seconds <= 5
+    assert "| minutes | 0.05 |" in (tmp_path / "README.md").read_text()
+    # More time is more training; by steps it would be another one.
+    code, text, error = call(capsys, "train", *options, "--minutes", "0.06")
+    assert code == 0 and "taking up" in text and " steps, " in text, error
+    code, _, error = call(capsys, "train", *options)
+    assert code == 2 and "holds another training" in error
 
 
 def test_eval_without_a_draft_measures_the_lookup_alone(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,13 +15,17 @@ from engine.dspark import read_draft
 from engine.dspark.data import Sequences
 from engine.dspark.design import draft_config_for, spread_layers
 from engine.dspark.evaluate import DraftModel, evaluate_draft
-from engine.dspark.hidden_states import HiddenStates
-from engine.dspark.loss import Blocks, LossWeights, block_labels, block_losses, sample_anchors, slot_weights
+from engine.dspark.hidden_states import HiddenStates, stored_layers
+from engine.dspark.loss import Blocks, LossWeights, StepReport, block_labels, block_losses, sample_anchors, slot_weights
+from engine.dspark.objectives import DraftObjective, MtpObjective, TrainingError, shared_weights
 from engine.dspark.target import prefill_with_hidden
-from engine.dspark.training import Trainer, TrainingError, TrainingSettings, shared_weights, train
+from engine.dspark.training import Trainer, TrainingSettings, train
 from engine.models import CausalLM, LoadedModel, load_model
+from engine.spec_decode.mtp_checkpoint import mtp_config, read_mtp
+from engine.spec_decode.mtp_training import mtp_loss
 from tests.engine.dspark.golden import golden
 from tests.engine.engine_helpers import VOCAB, greedy, tiny_llm
+from tests.kernels.test_no_host_wait import forbid_waits
 
 
 @pytest.fixture(autouse=True)
@@ -59,22 +63,42 @@ def greedy_sequences(count: int, seed: int) -> Sequences:
     return Sequences.of([(o.prompt_token_ids, o.outputs[0].token_ids) for o in outputs])
 
 
+def draft_of(trainer: Trainer) -> DraftObjective:
+    assert isinstance(trainer.objective, DraftObjective)
+    return trainer.objective
+
+
 SETTINGS = TrainingSettings(steps=300, batch_size=16, num_anchors=8, learning_rate=3e-3)
 
 
 def trainer_on(
-    path: Path, sequences: Sequences, settings: TrainingSettings = SETTINGS, max_bytes: int = 1 << 24
+    path: Path,
+    sequences: Sequences,
+    settings: TrainingSettings = SETTINGS,
+    max_bytes: int = 1 << 24,
+    memory_bytes: int = 0,
 ) -> Trainer:
     config = draft_config_for(target().config, {"block_size": 4, "markov_rank": 16, "intermediate_size": 64})
-    hidden = HiddenStates(target(), config.target_layer_ids, sequences, path / "hidden", max_bytes, "tiny")
-    return Trainer(target(), config, sequences, hidden, settings)
+    objective = DraftObjective(target(), config, settings.num_anchors, settings.seed, settings.loss)
+    hidden = HiddenStates(
+        target(), config.target_layer_ids, sequences, path / "hidden", max_bytes, "tiny", memory_bytes
+    )
+    return Trainer(objective, sequences, hidden, settings)
+
+
+def mtp_trainer_on(path: Path, sequences: Sequences, settings: TrainingSettings = SETTINGS) -> Trainer:
+    objective = MtpObjective(target(), settings.seed, settings.loss, stored_layers(path / "hidden"))
+    hidden = HiddenStates(target(), objective.layer_ids, sequences, path / "hidden", 1 << 24, "tiny")
+    return Trainer(objective, sequences, hidden, settings)
 
 
 @pytest.mark.slow
 def test_a_few_hundred_steps_raise_the_accepted_length(tmp_path: Path) -> None:
     sequences = greedy_sequences(96, 0)
     trainer = trainer_on(tmp_path, sequences)
-    before = evaluate_draft(DraftModel(target(), trainer.config, trainer.weights), sequences, 4).accepted_length
+    before = evaluate_draft(
+        DraftModel(target(), draft_of(trainer).config, trainer.weights), sequences, 4
+    ).accepted_length
     reports = []
     train(trainer, tmp_path, dtype=torch.float32, progress=False, on_step=lambda step, report: reports.append(report))
     after = evaluate_draft(DraftModel(target(), *read_draft(tmp_path)), sequences, 4)
@@ -86,12 +110,15 @@ def test_a_few_hundred_steps_raise_the_accepted_length(tmp_path: Path) -> None:
     assert held_out.accepted_length > before + 0.1
 
 
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [trainer_on, mtp_trainer_on])
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
+    make: Callable[[Path, Sequences, TrainingSettings], Trainer], tmp_path: Path
+) -> None:
     sequences = greedy_sequences(24, 2)
     settings = dataclasses.replace(SETTINGS, steps=6, batch_size=4)
-    whole = trainer_on(tmp_path / "a", sequences, settings)
+    whole = make(tmp_path / "a", sequences, settings)
     train(whole, tmp_path / "a", dtype=torch.float32, progress=False)
-    first = trainer_on(tmp_path / "b", sequences, settings)
+    first = make(tmp_path / "b", sequences, settings)
 
     def stop(step: int, report: object) -> None:
         if step == 3:
@@ -99,12 +126,74 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path)
 
     with pytest.raises(KeyboardInterrupt):
         train(first, tmp_path / "b", dtype=torch.float32, progress=False, on_step=stop)
-    second = trainer_on(tmp_path / "b", sequences, settings)
+    second = make(tmp_path / "b", sequences, settings)
     assert second.resume(tmp_path / "b") and second.step_number == 3
     train(second, tmp_path / "b", dtype=torch.float32, progress=False)
     for name, weight in whole.weights.items():
         torch.testing.assert_close(second.weights[name], weight, rtol=1e-5, atol=1e-6)
     assert second.hidden.num_computed < len(sequences)
+
+
+def test_the_mtp_heads_training_has_the_gradients_of_its_loss_and_learns(tmp_path: Path) -> None:
+    sequences = greedy_sequences(24, 2)
+    trainer = mtp_trainer_on(tmp_path, sequences, dataclasses.replace(SETTINGS, steps=40, batch_size=8))
+    batch, weights = trainer._batch(), trainer.weights
+    outcome = trainer.objective.backward(batch)
+    got = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
+    for weight in weights.values():
+        weight.grad = None
+    place = torch.arange(batch.tokens.shape[1])
+    counts = (place > torch.from_numpy(batch.starts)[:, None]) & (place < torch.from_numpy(batch.lengths)[:, None])
+    config = mtp_config(target().config)
+    loss = mtp_loss(config, weights, *shared_weights(target()), batch.last, batch.tokens, counts)
+    loss.total.backward()
+    assert got.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert weight.grad is not None
+        torch.testing.assert_close(got[name], weight.grad, rtol=1e-3, atol=1e-6)
+    report = outcome.report(SETTINGS.loss)
+    assert report.loss == pytest.approx(float(loss.total), rel=1e-4)
+    assert report.accept_rate == pytest.approx([float(loss.accept_rate)], rel=1e-4)
+    assert report.tau == pytest.approx(1 + float(loss.accept_rate), rel=1e-4)
+    reports: list[StepReport] = []
+    train(trainer, tmp_path, dtype=torch.float32, progress=False, on_step=lambda step, report: reports.append(report))
+    assert reports[-1].loss < 0.95 * reports[0].loss and reports[-1].tau > reports[0].tau + 0.1
+    config, read = read_mtp(tmp_path)
+    assert all(torch.equal(read[name], weight) for name, weight in weights.items())
+
+
+def test_the_mtp_heads_training_shares_the_drafts_states(tmp_path: Path) -> None:
+    sequences = greedy_sequences(24, 2)
+    draft = trainer_on(tmp_path, sequences, dataclasses.replace(SETTINGS, batch_size=24))
+    draft.step()
+    draft.hidden.sync()
+    head = mtp_trainer_on(tmp_path, sequences, dataclasses.replace(SETTINGS, batch_size=24))
+    head.step()
+    assert head.hidden.num_computed == 0 and head.hidden.layer_ids == draft.hidden.layer_ids
+    alone = mtp_trainer_on(tmp_path / "alone", sequences)
+    assert alone.hidden.width == target().config.hidden_size
+
+
+def test_states_in_memory_are_those_of_the_disk(tmp_path: Path) -> None:
+    sequences = greedy_sequences(24, 2)
+    kept, stored = (trainer_on(tmp_path / str(n), sequences, memory_bytes=n) for n in (0, 1 << 24))
+    for indices in ([6, 1, 4], [4, 0]):
+        for one, other in zip(kept.hidden.batch(indices), stored.hidden.batch(indices), strict=True):
+            assert torch.equal(one, other)
+    assert stored.hidden.num_computed == 4 and not (tmp_path / str(1 << 24) / "hidden").exists()
+    one, other = kept.step().report(SETTINGS.loss), stored.step().report(SETTINGS.loss)
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the states are there, nothing in a step reads back from it."""
+    sequences = greedy_sequences(24, 2)
+    settings = dataclasses.replace(SETTINGS, batch_size=24, max_grad_norm=1.0)
+    for trainer in (trainer_on(tmp_path, sequences, settings, memory_bytes=1 << 24),):
+        trainer.step()
+        with monkeypatch.context() as patch:
+            forbid_waits(patch)
+            trainer.objective.backward(trainer._batch())
 
 
 def test_another_training_is_not_taken_up(tmp_path: Path) -> None:
@@ -223,18 +312,18 @@ def test_the_loss_by_hand() -> None:
 
 def test_the_step_is_the_gradient_of_the_mean_loss(tmp_path: Path) -> None:
     """In one chunk or many: the logits of a batch are never in memory together."""
-    import engine.dspark.training as training
+    import engine.dspark.objectives as objectives
 
     sequences = greedy_sequences(24, 2)
     gradients = []
     for rows in (1024, 8):
         trainer = trainer_on(tmp_path, sequences, dataclasses.replace(SETTINGS, batch_size=4))
-        before = dict(training._ROWS_AT_ONCE)
-        training._ROWS_AT_ONCE["cpu"] = rows
+        before = dict(objectives._ROWS_AT_ONCE)
+        objectives._ROWS_AT_ONCE["cpu"] = rows
         try:
-            trainer._backward(np.arange(4), np.random.default_rng(0))
+            trainer.objective.backward(trainer._batch())
         finally:
-            training._ROWS_AT_ONCE.update(before)
+            objectives._ROWS_AT_ONCE.update(before)
         gradients.append({name: w.grad for name, w in trainer.weights.items()})
     for name, grad in gradients[0].items():
         assert grad is not None
@@ -253,13 +342,21 @@ def test_the_target_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_learning_rate() -> None:
     settings = TrainingSettings(steps=100, learning_rate=1.0, warmup=0.04)
-    rates = [settings.rate(step) for step in range(100)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
+    rates = [settings.rate((step + 0.5) / 100) for step in range(100)]
+    assert rates[:4] == pytest.approx([0.125, 0.375, 0.625, 0.875]) and settings.rate(0.04) == 1.0
     assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False)) and rates[-1] < 0.001
+    assert settings.rate(1.0) == pytest.approx(0.0) and TrainingSettings(warmup=0.0).rate(0.0) == 6e-4
 
 
 def test_bad_settings_and_data(tmp_path: Path) -> None:
-    for bad in ({"steps": 0}, {"batch_size": 0}, {"num_anchors": 0}, {"learning_rate": 0.0}, {"warmup": 1.0}):
+    for bad in (
+        {"steps": 0},
+        {"minutes": 0.0},
+        {"batch_size": 0},
+        {"num_anchors": 0},
+        {"learning_rate": 0.0},
+        {"warmup": 1.0},
+    ):
         with pytest.raises(TrainingError, match="must be"):
             TrainingSettings(**bad)
     with pytest.raises(TrainingError, match="nothing to draw an anchor from"):
