@@ -28,7 +28,7 @@ from .workloads import WorkloadSpec
 
 MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 4096
-_GPU_BATCHED_TOKENS = 16384
+GPU_BATCHED_TOKENS = 16384
 """vLLM's default for offline use on a GPU of this size."""
 _LEVELS: dict[str, tuple[type[Event], ...]] = {"unobserved": (), "summary": SUMMARY_EVENTS, "every event": (Event,)}
 
@@ -135,7 +135,7 @@ def _keywords(plan: Plan, loaded: LoadedModel, device: torch.device) -> dict[str
         "block_size": 16,
     }
     if device.type == "cuda":
-        defaults["max_num_batched_tokens"] = _GPU_BATCHED_TOKENS
+        defaults["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
     keywords = defaults | dict(plan.engine)
     for spec in plan.specs:
         if spec.longest > keywords["max_model_len"]:

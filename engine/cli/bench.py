@@ -1,4 +1,4 @@
-"""`runnerscope bench`: against transformers on real prompts, or the standard workloads; in tables or as JSON."""
+"""`runnerscope bench`: against transformers, the standard workloads, samplers or speculation; tables or JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from . import bench_sampling, bench_suite
+from . import bench_sampling, bench_speculation, bench_suite
 from .options import add_engine_options, engine_keywords, without_model
 from .terminal import UserError, columns
 
@@ -32,8 +32,9 @@ def add_parser(commands: Any) -> None:
         help="time and memory of both runners' samplers alone, feature by feature, instead of whole runs",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    bench_speculation.add_options(parser)
     bench_suite.add_options(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, without=("speculative_config",))
     parser.set_defaults(handler=run)
 
 
@@ -48,11 +49,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads < 1:
         raise UserError(f"--threads {arguments.threads}: at least 1")
     torch.set_num_threads(arguments.threads)
-    keywords, runners = engine_keywords(arguments), _RUNNERS[arguments.runner]
     asked = bench_suite.given(arguments)
+    if not arguments.speculation:
+        _only_without_speculation(arguments)
+    keywords, runners = engine_keywords(arguments), _RUNNERS[arguments.runner]
     if arguments.peer == "transformers" and asked:
         raise UserError(f"{asked[0]} belongs to the standard workloads, and --peer transformers runs its own; drop one")
     on_gpu = EngineConfig(device=keywords.get("device", "auto")).torch_device.type == "cuda"
+    if arguments.speculation:
+        others = [name for name in asked if name not in bench_speculation.SHARED]
+        others += [f"--{name}" for name in ("sampling", "peer") if getattr(arguments, name)]
+        if others:
+            raise UserError(f"{others[0]} does not go with --speculation; drop one")
+        return bench_speculation.run(arguments, keywords, runners, on_gpu)
     if arguments.sampling:
         if odd := [name for name in asked if name not in bench_sampling.OPTIONS] or arguments.peer:
             raise UserError(
@@ -62,6 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.peer == "vllm" or asked or (on_gpu and arguments.peer is None):
         return bench_suite.run(arguments, keywords, runners, on_gpu)
     return _against_transformers(arguments, keywords, runners)
+
+
+def _only_without_speculation(arguments: argparse.Namespace) -> None:
+    """Hands the one speculative_config on to the engine; UserError for what belongs to --speculation."""
+    if odd := bench_speculation.given(arguments):
+        raise UserError(f"{odd[0]} belongs to --speculation; add that, or drop it")
+    configs = arguments.speculative_config or []
+    if len(configs) > 1:
+        raise UserError("several --speculative-config belong to --speculation; add that, or give one")
+    if configs:
+        setattr(arguments, "engine.speculative_config", configs[0])
 
 
 def _against_transformers(arguments: argparse.Namespace, given: dict[str, Any], runners: tuple[str, ...]) -> int:

@@ -24,12 +24,13 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of EngineConfig; one that isn't given keeps the field's default."""
+def add_engine_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """One option for each field of EngineConfig but those of `without`; one that isn't given keeps the field's
+    default."""
     group = parser.add_argument_group("engine", "the keywords of LLM(...); what isn't given keeps its default")
     hints = typing.get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
-        if field.name == _BY_RUNNER:
+        if field.name in (_BY_RUNNER, *without):
             continue
         name = _RENAMED.get(field.name, field.name)
         text = f"default: {field.default}" if isinstance(field.default, str | int | float) else None
