@@ -14,6 +14,8 @@ from engine.hooks import (
     ON_REQUEST,
     BlockTableGathered,
     Event,
+    GrammarAdvanced,
+    GrammarBitmaskFilled,
     Hooks,
     InputsPrepared,
     KernelLaunched,
@@ -45,9 +47,10 @@ from tests.engine.engine_helpers import (
     tiny_llm,
 )
 
+# Grammars need a tokenizer: test_sampling_hooks.py.
 ALL_TYPES = {
     t for _, t in inspect.getmembers(hooks_module, inspect.isclass) if issubclass(t, Event) and t is not Event
-} - {*ON_REQUEST}
+} - {*ON_REQUEST, GrammarAdvanced, GrammarBitmaskFilled}
 ONLY = {"v1": {RowMoved}, "v2": {BlockTableGathered}}
 """Events that one runner alone has. V1 has no block tables to gather, V2's rows never move."""
 
@@ -55,6 +58,7 @@ TRACE = [
     TraceRequest(f"r{i}", tuple([*prompt_of(4), *prompt_of(3 + 5 * (i % 3), i)]), greedy(5 + 3 * i), arrival=i)
     for i in range(5)
 ]
+TRACE.append(TraceRequest("logprobs", tuple(prompt_of(9, 8)), greedy(3, prompt_logprobs=1), arrival=3))
 TRACE.append(TraceRequest("gone", tuple(prompt_of(5, 7)), greedy(30), arrival=2, abort_at=7))
 
 

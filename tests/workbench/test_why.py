@@ -3,7 +3,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.hooks import Event, HostWait, RequestFinished, RequestPreempted, RequestScheduled, RowFreed, RowMoved
+from engine.hooks import (
+    Event,
+    GrammarAdvanced,
+    GrammarBitmaskFilled,
+    HostWait,
+    PromptLogprobsComputed,
+    RequestFinished,
+    RequestPreempted,
+    RequestScheduled,
+    RowFreed,
+    RowMoved,
+)
 from engine.snapshot import Snapshot
 from tests.workbench.fixtures import make_record
 from workbench.recording import Recording, StepRecord
@@ -47,6 +58,31 @@ def test_a_step_of_a_recorded_run() -> None:
         "In V1 D moved from row 2 into the hole at row 1. V2 freed row 1; nobody moved.",
         "V1 waited 1 time inside the step (sampled token ids; 3.5 ms); V2 did not wait inside the step.",
     ]
+
+
+def test_what_grammars_took_and_allow() -> None:
+    filled = (
+        GrammarBitmaskFilled(*HEAD, "A", (), 0, (12,)),
+        GrammarBitmaskFilled(*HEAD, "C", (5, 6, -1), 1, (1, 3, 384, 384)),
+        GrammarAdvanced(*HEAD, "A", 3, (7,), False, None),
+        GrammarAdvanced(*HEAD, "C", 3, (5, 8), True, None),
+        GrammarAdvanced(*HEAD, "D", 3, (), False, "token 9 isn't allowed"),
+    )
+    assert said(record_of(filled)).splitlines()[1] == (
+        "A's grammar allows 12 tokens next. C's grammar allows 1 token next, and 1 of its 2 drafts. A's grammar took "
+        "1 token. C's grammar took 2 tokens and is complete. D left its grammar: token 9 isn't allowed."
+    )
+    many = tuple(GrammarBitmaskFilled(*HEAD, f"r{i}", (), 0, (2,)) for i in range(6))
+    assert said(record_of(many)).splitlines()[1].endswith("tokens next. 2 more outputs went on in their grammar.")
+
+
+def test_whose_prompt_logprobs_came() -> None:
+    came = (PromptLogprobsComputed(*HEAD, "A", 3, 1, 7, 5, 512), PromptLogprobsComputed(*HEAD, "C", 3, 9, 1, 0, 512))
+    assert said(record_of(came)).splitlines()[1] == (
+        "Logprobs of A's prompt at positions 1 to 7 came. Logprobs of C's prompt at position 9 came."
+    )
+    many = tuple(PromptLogprobsComputed(*HEAD, f"r{i}", 3, 1, 4, 5, 512) for i in range(6))
+    assert "Those of 2 more prompts came, 8 positions together." in said(record_of(many))
 
 
 def test_parts_name_their_requests() -> None:

@@ -1,61 +1,50 @@
-"""Why a step looks as it does: a few true sentences, put together from the step's events and nothing else.
-
-A sentence is a list of parts [text, request id]; the id is "" where the text speaks of no request.
-"""
+"""Why a step looks as it does: a few true sentences, put together from the step's events and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from engine.hooks import HostWait, RequestFinished, RequestPreempted, RequestScheduled, RowFreed, RowMoved
 from engine.snapshot import RequestView
 
 from ..recording import RunnerStep, StepRecord
-
-Part = list[str]
-Sentence = list[Part]
-_NAMED = 4
-"""More requests than this are counted, not named."""
+from .sentences import NAMED, Sentence, count, line, names, of, once, words
+from .why_sampling import grammars, prompt_logprobs
 
 
 def why(record: StepRecord) -> list[Sentence]:
-    """Up to three lines: what ran and waits; who left or moved; host waits. What the runners did alike is said once."""
+    """Up to four lines: what ran and waits; what grammars and prompt logprobs did; who left or moved; host waits. What
+    the runners did alike is said once."""
     steps = list(record.runners.values())
     budget, rows = _setting(record, "max_num_batched_tokens"), _setting(record, "max_num_seqs")
     ran = [
-        *_once(steps, lambda step: _scheduled(step, budget)),
-        *_once(steps, _cached),
-        *_once(steps, _left_out),
-        *_once(steps, lambda step: _waiting(step, budget, rows)),
+        *once(steps, lambda step: _scheduled(step, budget)),
+        *once(steps, _cached),
+        *once(steps, _left_out),
+        *once(steps, lambda step: _waiting(step, budget, rows)),
     ]
-    left = [*_once(steps, _preempted), *_once(steps, _finished), *_rows(steps)]
-    return [line for line in (_line(ran), _line(left), _host_waits(steps)) if line]
-
-
-def _once(steps: Sequence[RunnerStep], say: Callable[[RunnerStep], list[Sentence]]) -> list[Sentence]:
-    said = [(step.runner.upper(), say(step)) for step in steps]
-    if all(what == said[0][1] for _, what in said):
-        return said[0][1] if said else []
-    return [[_words(f"{name}: "), *_line(what)] for name, what in said if what]
+    left = [*once(steps, _preempted), *once(steps, _finished), *_rows(steps)]
+    asked = [*once(steps, grammars), *once(steps, prompt_logprobs)]
+    return [sentence for sentence in (line(ran), line(asked), line(left), _host_waits(steps)) if sentence]
 
 
 def _scheduled(step: RunnerStep, budget: int | None) -> list[Sentence]:
     events: list[RequestScheduled] = [e for e in step.of(RequestScheduled) if e.num_tokens]
     if not events:
         over = not step.snapshot.running and not step.snapshot.waiting
-        return [[_words("No request is left: nothing ran." if over else "Nothing was scheduled.")]]
+        return [[words("No request is left: nothing ran." if over else "Nothing was scheduled.")]]
     total, views = sum(e.num_tokens for e in events), _views(step)
     decodes = [e.request_id for e in events if _is_decode(e, _known(views, e))]
     prefills = [e for e in events if e.request_id not in set(decodes)]
     parts: list[Sentence] = []
     if decodes:
-        parts.append([*_names(decodes), _words(f" one token{' each' if len(decodes) > 1 else ''}")])
-    parts += [[_of(e.request_id), _words(f" {_chunk(e, _known(views, e))}")] for e in prefills[:_NAMED]]
-    if len(prefills) > _NAMED:
-        rest = prefills[_NAMED:]
-        parts.append([_words(f"{len(rest)} more prefills, {sum(e.num_tokens for e in rest)} tokens together")])
-    ran = f"Ran {total} of {budget} budget tokens: " if budget else f"Ran {_count(total, 'token')}: "
-    return [[_words(ran), *_line(parts, "; "), _words(".")]]
+        parts.append([*names(decodes), words(f" one token{' each' if len(decodes) > 1 else ''}")])
+    parts += [[of(e.request_id), words(f" {_chunk(e, _known(views, e))}")] for e in prefills[:NAMED]]
+    if len(prefills) > NAMED:
+        rest = prefills[NAMED:]
+        parts.append([words(f"{len(rest)} more prefills, {sum(e.num_tokens for e in rest)} tokens together")])
+    ran = f"Ran {total} of {budget} budget tokens: " if budget else f"Ran {count(total, 'token')}: "
+    return [[words(ran), *line(parts, "; "), words(".")]]
 
 
 def _is_decode(event: RequestScheduled, known: int) -> bool:
@@ -66,7 +55,7 @@ def _chunk(event: RequestScheduled, known: int) -> str:
     end = event.num_computed_tokens + event.num_tokens
     if event.num_tokens >= known:
         what = "its prompt" if event.kind != "resumed" else "its tokens again, after the preemption"
-        return f"{what}, {'all ' if known > 1 else ''}{_count(known, 'token')}"
+        return f"{what}, {'all ' if known > 1 else ''}{count(known, 'token')}"
     if end >= known:
         return f"the last {event.num_tokens} of {known}"
     return f"a chunk of {event.num_tokens}, now {end} of {known}"
@@ -76,12 +65,12 @@ def _cached(step: RunnerStep) -> list[Sentence]:
     size = step.snapshot.pool.block_size
     hits = [e for e in step.of(RequestScheduled) if e.kind != "running" and e.num_cached_tokens > 0]
     said = []
-    for e in hits[:_NAMED]:
-        found = f"{_count(e.num_cached_tokens, 'token')} ({_count(e.num_cached_tokens // size, 'block')})"
-        said.append([_of(e.request_id), _words(f" found {found} in the prefix cache.")])
-    if len(hits) > _NAMED:
-        rest = hits[_NAMED:]
-        said.append([_words(f"{len(rest)} more found {sum(e.num_cached_tokens for e in rest)} tokens there.")])
+    for e in hits[:NAMED]:
+        found = f"{count(e.num_cached_tokens, 'token')} ({count(e.num_cached_tokens // size, 'block')})"
+        said.append([of(e.request_id), words(f" found {found} in the prefix cache.")])
+    if len(hits) > NAMED:
+        rest = hits[NAMED:]
+        said.append([words(f"{len(rest)} more found {sum(e.num_cached_tokens for e in rest)} tokens there.")])
     return said
 
 
@@ -98,10 +87,10 @@ def _waiting(step: RunnerStep, budget: int | None, rows: int | None) -> list[Sen
         cause = ": every row is taken"
     elif head and blocks > len(pool.free):
         free = f"{len(pool.free)} {'is' if len(pool.free) == 1 else 'are'} free"
-        cause = f": {head.request_id} needs {_count(blocks, 'block')} and {free}"
+        cause = f": {head.request_id} needs {count(blocks, 'block')} and {free}"
     else:
         cause = ""
-    return [[*_names(waiting), _words(f" wait{'s' if len(waiting) == 1 else ''}{cause}.")]]
+    return [[*names(waiting), words(f" wait{'s' if len(waiting) == 1 else ''}{cause}.")]]
 
 
 def _left_out(step: RunnerStep) -> list[Sentence]:
@@ -112,18 +101,18 @@ def _left_out(step: RunnerStep) -> list[Sentence]:
         return []
     pool, views = step.snapshot.pool, [v for v in step.snapshot.requests if v.request_id in out]
     starved = not pool.free and all(len(v.block_ids) * pool.block_size <= v.num_computed_tokens for v in views)
-    return [[*_names(out), _words(f" sat this step out{': no block was free' if starved else ''}.")]]
+    return [[*names(out), words(f" sat this step out{': no block was free' if starved else ''}.")]]
 
 
 def _preempted(step: RunnerStep) -> list[Sentence]:
     said = []
     for e in step.of(RequestPreempted):
-        cause = [_of(e.by), _words(" needed a block and none was free; ")]
+        cause = [of(e.by), words(" needed a block and none was free; ")]
         if e.by == e.request_id:
-            cause = [_words("it needed a block itself and none was free; ")]
-        computed = _count(e.num_computed_tokens, "computed token")
+            cause = [words("it needed a block itself and none was free; ")]
+        computed = count(e.num_computed_tokens, "computed token")
         lost = f"its {computed} must be computed again or found in the prefix cache."
-        said.append([_of(e.request_id), _words(" was preempted: "), *cause, _words(lost)])
+        said.append([of(e.request_id), words(" was preempted: "), *cause, words(lost)])
     return said
 
 
@@ -132,7 +121,7 @@ def _finished(step: RunnerStep) -> list[Sentence]:
     by_reason = {
         reason: [e.request_id for e in events if e.reason == reason] for reason in sorted({e.reason for e in events})
     }
-    return [[*_names(ids), _words(f" finished ({reason}).")] for reason, ids in by_reason.items()]
+    return [[*names(ids), words(f" finished ({reason}).")] for reason, ids in by_reason.items()]
 
 
 def _rows(steps: Sequence[RunnerStep]) -> list[Sentence]:
@@ -144,19 +133,19 @@ def _rows(steps: Sequence[RunnerStep]) -> list[Sentence]:
         dropped = [e.request_id for e in step.of(RowFreed) if e.request_id in step.snapshot.running]
         if step.runner == "v1" and dropped:
             keeps = "; in V2 it stays" if both else ""
-            out.append([_words("In V1 "), *_names(dropped), _words(f" left the batch, its state kept aside{keeps}.")])
+            out.append([words("In V1 "), *names(dropped), words(f" left the batch, its state kept aside{keeps}.")])
         freed = [str(e.row) for e in step.of(RowFreed)]
         if step.runner == "v1" and moves:
             moved = True
-            parts = [_moved(move, other) for move, other in moves[:_NAMED]]
-            parts += [[_words(f"{len(moves) - _NAMED} more moved")]] if len(moves) > _NAMED else []
-            out.append([_words("In V1 "), *_line(parts, "; "), _words(".")])
+            parts = [_moved(move, other) for move, other in moves[:NAMED]]
+            parts += [[words(f"{len(moves) - NAMED} more moved")]] if len(moves) > NAMED else []
+            out.append([words("In V1 "), *line(parts, "; "), words(".")])
         elif step.runner == "v2" and freed:
-            more = f" and {len(freed) - _NAMED} more" if len(freed) > _NAMED else ""
-            rows = ", ".join(freed[:_NAMED]) + more
-            out.append([_words(f"V2 freed row{'s' if len(freed) > 1 else ''} {rows}; nobody moved.")])
+            more = f" and {len(freed) - NAMED} more" if len(freed) > NAMED else ""
+            rows = ", ".join(freed[:NAMED]) + more
+            out.append([words(f"V2 freed row{'s' if len(freed) > 1 else ''} {rows}; nobody moved.")])
         elif step.runner == "v2" and moved:
-            out.append([_words("In V2 nobody moved.")])
+            out.append([words("In V2 nobody moved.")])
     return out
 
 
@@ -174,9 +163,9 @@ def row_moves(step: RunnerStep) -> list[tuple[RowMoved, str]]:
 
 def _moved(move: RowMoved, other: str) -> Sentence:
     if move.how == "condense":
-        return [_of(move.request_id), _words(f" moved from row {move.src} into the hole at row {move.dst}")]
-    both = [_of(move.request_id), *([_words(" and "), _of(other)] if other else [])]
-    return [*both, _words(f" swapped rows {move.src} and {move.dst}, decodes first")]
+        return [of(move.request_id), words(f" moved from row {move.src} into the hole at row {move.dst}")]
+    both = [of(move.request_id), *([words(" and "), of(other)] if other else [])]
+    return [*both, words(f" swapped rows {move.src} and {move.dst}, decodes first")]
 
 
 def _host_waits(steps: Sequence[RunnerStep]) -> Sentence:
@@ -187,34 +176,11 @@ def _host_waits(steps: Sequence[RunnerStep]) -> Sentence:
             milliseconds = sum(e.end_ns - e.begin_ns for e in waits) / 1e6
             reasons = ", ".join(dict.fromkeys(e.reason for e in waits))
             length = f"{milliseconds:.1f}" if milliseconds >= 0.05 else "under 0.1"
-            times = f"{_count(len(waits), 'time')} inside the step ({reasons}; {length} ms)"
+            times = f"{count(len(waits), 'time')} inside the step ({reasons}; {length} ms)"
             said.append(f"{step.runner.upper()} waited {times}")
         else:
             said.append(f"{step.runner.upper()} did not wait inside the step")
-    return [_words("; ".join(said) + ".")] if said else []
-
-
-def _of(request_id: str) -> Part:
-    return [request_id, request_id]
-
-
-def _words(text: str) -> Part:
-    return [text, ""]
-
-
-def _line(sentences: Sequence[Sentence], between: str = " ") -> Sentence:
-    out: Sentence = []
-    for sentence in sentences:
-        out += [_words(between), *sentence] if out else sentence
-    return out
-
-
-def _names(ids: Iterable[str]) -> Sentence:
-    ids = list(ids)
-    if len(ids) > _NAMED:
-        return [_words(f"{len(ids)} requests")]
-    last = [_words(" and "), _of(ids[-1])] if len(ids) > 1 else []
-    return [*_line([[_of(request_id)] for request_id in (ids[:-1] if last else ids)], ", "), *last]
+    return [words("; ".join(said) + ".")] if said else []
 
 
 def _views(step: RunnerStep) -> dict[str, RequestView]:
@@ -229,10 +195,6 @@ def _known(views: dict[str, RequestView], event: RequestScheduled) -> int:
         return event.num_tokens
     again = len(view.output_token_ids) if event.kind == "resumed" else max(len(view.output_token_ids) - 1, 0)
     return len(view.prompt_token_ids) + (again if view.num_preemptions else 0)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _setting(record: StepRecord, name: str) -> int | None:
