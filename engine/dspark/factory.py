@@ -38,6 +38,11 @@ def build_dspark_decoder(config: EngineConfig, target: LoadedModel, num_rows: in
         calibration = Calibration.load(path)
     except (ModelConfigError, CalibrationError) as error:
         raise ConfigError(f"speculative_config model={spec.model!r}: {error}") from None
+    if spec.verification_schedule != "fixed" and not draft.enable_confidence_head:
+        raise ConfigError(
+            f"speculative_config model={spec.model!r}: this draft has no confidence head, which verification_schedule="
+            f"{spec.verification_schedule!r} goes by; 'fixed' is possible"
+        )
     if draft.model.max_position_embeddings < max_len:
         limit = draft.model.max_position_embeddings
         raise ConfigError(

@@ -138,10 +138,11 @@ def block_labels(
     return flat[..., :-1], flat[..., 1:], valid
 
 
-def valid_slots(lengths: np.ndarray, anchors: np.ndarray, real: np.ndarray, block: int) -> Tensor:
-    """The last result of `block_labels`, on the host."""
-    place = anchors[..., None] + 1 + np.arange(block)
-    return torch.from_numpy((place < lengths[:, None, None]) & real[..., None])
+def weight_of_slots(lengths: np.ndarray, anchors: np.ndarray, real: np.ndarray, block: int, decay: float) -> float:
+    """The sum of `slot_weights` over the slots that count by `block_labels`, on the host."""
+    k = np.arange(block)
+    valid = (anchors[..., None] + 1 + k < lengths[:, None, None]) & real[..., None]
+    return float((valid * np.exp(-k / decay)).sum())
 
 
 def slot_weights(valid: Tensor, decay: float) -> Tensor:

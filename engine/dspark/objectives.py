@@ -30,9 +30,8 @@ from .loss import (
     block_labels,
     block_losses,
     sample_anchors,
-    slot_weights,
-    valid_slots,
     vocabulary_terms,
+    weight_of_slots,
 )
 
 _ROWS_AT_ONCE = {"cuda": 8192, "cpu": 1024}
@@ -117,7 +116,7 @@ class DraftObjective(Objective):
     def backward(self, batch: Batch) -> Outcome:
         config, block, decay = self.config, self.config.block_size, self.loss.decay
         anchors_np, real_np = sample_anchors(batch.lengths, batch.starts, self.num_anchors, batch.rng)
-        weight = float(slot_weights(valid_slots(batch.lengths, anchors_np, real_np, block), decay).sum())
+        weight = weight_of_slots(batch.lengths, anchors_np, real_np, block, decay)
         anchors, real = (torch.from_numpy(x).to(self.device, non_blocking=True) for x in (anchors_np, real_np))
         lengths = torch.from_numpy(batch.lengths).to(self.device, non_blocking=True)
         before, labels, valid = block_labels(batch.tokens, lengths, anchors, real, block)
@@ -133,7 +132,7 @@ class DraftObjective(Objective):
         kept = hidden.flatten(0, 1)[keep]
         leaf = kept.detach().requires_grad_()
         sums: LossSums | None = None
-        for piece in self._chunks(len(leaf), block):
+        for piece in self._chunks(leaf.shape[0], block):
             blocks = Blocks(*(x[piece] for x in (leaf, *parts)))
             terms = block_losses(config, self.weights, self.head, blocks, decay)
             (terms.total(self.loss) / weight).backward()
@@ -177,7 +176,7 @@ class MtpObjective(Objective):
         labels = tokens[:, 2:].flatten()[keep]
         leaf = kept.detach().requires_grad_()
         totals: list[Tensor] = []
-        for piece in self._chunks(len(leaf), 1):
+        for piece in self._chunks(leaf.shape[0], 1):
             logits = F.linear(leaf[piece].float(), self.head)
             with torch.no_grad():
                 p = F.linear(own[piece].float(), self.head).softmax(-1)
@@ -186,7 +185,7 @@ class MtpObjective(Objective):
             totals.append(torch.stack((ce.detach(), l1.detach())))
         assert leaf.grad is not None
         kept.backward(leaf.grad)
-        ce, l1 = torch.stack(totals).sum(0)
+        ce, l1 = torch.stack(totals).sum(0).unbind(0)
         count = ce.new_full((), float(wanted.sum()))
         zero, accept = torch.zeros_like(ce), count - 0.5 * l1
         rates = {"slots": count, "accept": accept, "error": zero, "bias": zero}

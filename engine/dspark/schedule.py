@@ -24,9 +24,10 @@ there, a limit that no draw decides. Device functions read nothing on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,24 +107,33 @@ class StaleConfidences:
     """Confidences of one round, on the host; ``round`` says which."""
 
     round: int
-    # [r][N]
-    values: Sequence[Sequence[float]]
+    # [r, N], an array or nested sequences
+    values: np.ndarray | Sequence[Sequence[float]]
 
 
 def choose_budget(
     stale: StaleConfidences,
     current_round: int,
-    draft_cost: CostTable,
+    draft_cost: CostTable | None,
     verify_cost: CostTable,
+    *,
+    num_reqs: int | None = None,
     num_tokens: int | None = None,
-) -> int:
+    budgets: Sequence[int] | None = None,
+) -> tuple[int, float]:
     """The number of drafts worth verifying, from an earlier round's confidences: the host's half of "budgeted".
 
     The B that maximises (r + sum of the B largest survivals) / (draft_cost(r) + verify_cost(T + B)); the smallest on a
     tie. It changes from round to round slowly, which is why old confidences serve.
 
     Args:
+        draft_cost: None where verify_cost is of a whole step, drafting included.
+        num_reqs: r, where that has changed since: the requests are taken to be like those of then.
         num_tokens: T, tokens of the step without drafts; r where left out.
+        budgets: the values of B that are possible, ascending; every one where left out.
+
+    Returns:
+        B, and the tokens that are expected of the step.
 
     Raises:
         ValueError: the confidences are of the current round or a later one: that budget would look at the drafts it
@@ -134,28 +144,29 @@ def choose_budget(
             f"a budget for round {current_round} from the confidences of round {stale.round} looks at the very drafts "
             "it decides on, which biases the output: use those of an earlier round"
         )
-    items = sorted((a for row in stale.values for a in _survival(row)), reverse=True)
-    r = len(stale.values)
+    confidences = np.asarray(stale.values, dtype=np.float64)
+    known = len(confidences)
+    r = known if num_reqs is None else num_reqs
     tokens = r if num_tokens is None else num_tokens
-    drafting, expected, best, best_rate = draft_cost(r), float(r), 0, 0.0
-    for budget in range(len(items) + 1):
-        if budget:
-            expected += items[budget - 1]
-        rate = expected / (drafting + verify_cost(tokens + budget))
-        if rate > best_rate * (1 + 1e-12):
-            best, best_rate = budget, rate
-    return best
+    gains = np.concatenate(([0.0], np.sort(confidences.cumprod(1), axis=None)[::-1].cumsum()))
+    possible = np.arange(r * confidences.shape[1] + 1) if budgets is None else np.array(budgets)
+    expected = r + np.interp(possible * (known / r), np.arange(len(gains)), gains) * (r / known)
+    drafting = 0.0 if draft_cost is None else draft_cost(r)
+    rates = expected / (drafting + np.array([verify_cost(tokens + b) for b in possible.tolist()]))
+    # The first that is no worse than the best but for rounding.
+    best = int(np.argmax(rates >= rates.max() * (1 - 1e-12)))
+    return int(possible[best]), float(expected[best])
 
 
 class Budgets:
     """The host's half of "budgeted" over time: takes confidences as they arrive, gives budgets for the rounds to come.
 
     Args:
-        draft_cost: microseconds by requests; verify_cost: by tokens of the step.
+        step_costs: by the number of requests, microseconds of a whole step by its tokens, drafting included.
     """
 
-    def __init__(self, draft_cost: CostTable, verify_cost: CostTable) -> None:
-        self.draft_cost, self.verify_cost = draft_cost, verify_cost
+    def __init__(self, step_costs: Mapping[int, CostTable]) -> None:
+        self._step_costs = dict(sorted(step_costs.items()))
         self._latest: StaleConfidences | None = None
 
     def observe(self, confidences: StaleConfidences) -> None:
@@ -163,24 +174,26 @@ class Budgets:
         if self._latest is None or confidences.round > self._latest.round:
             self._latest = confidences
 
-    def budget(self, current_round: int, num_reqs: int, num_drafts: int) -> int:
-        """B for a round of ``num_reqs`` requests with ``num_drafts`` each; all of them while nothing is known.
-
-        Scaled where the number of requests has changed since.
+    def budget(
+        self,
+        current_round: int,
+        num_reqs: int,
+        num_drafts: int,
+        *,
+        num_tokens: int | None = None,
+        budgets: Sequence[int] | None = None,
+    ) -> tuple[int, float | None]:
+        """B for a round of ``num_reqs`` requests with ``num_drafts`` each, and the tokens expected of it. All drafts
+        and None while nothing is known. Arguments as of `choose_budget`.
 
         Raises:
             ValueError: what was observed last is of this very round, see `choose_budget`.
         """
-        available, stale = num_reqs * num_drafts, self._latest
-        if stale is None or not stale.values:
-            return available
-        chosen = choose_budget(stale, current_round, self.draft_cost, self.verify_cost)
-        return min(available, round(chosen * num_reqs / len(stale.values)))
-
-
-def _survival(row: Sequence[float]) -> list[float]:
-    product, out = 1.0, []
-    for confidence in row:
-        product *= confidence
-        out.append(product)
-    return out
+        stale = self._latest
+        if stale is None or not len(stale.values) or not self._step_costs:
+            return (num_reqs * num_drafts if budgets is None else budgets[-1]), None
+        size = next((size for size in self._step_costs if size >= num_reqs), max(self._step_costs))
+        return choose_budget(
+            stale, current_round, None, self._step_costs[size], num_reqs=num_reqs, num_tokens=num_tokens,
+            budgets=budgets,
+        )  # fmt: skip

@@ -222,7 +222,7 @@ def train(
     shown = 0.0
     unit: dict[str, Any] = {"total": trainer.settings.steps, "initial": trainer.step_number}
     if trainer.settings.minutes is not None:
-        unit: dict[str, Any] = {
+        unit = {
             "total": round(60 * trainer.settings.minutes),
             "initial": round(trainer.seconds),
             "unit": "s",
