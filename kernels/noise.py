@@ -11,15 +11,31 @@ So one evaluation serves four tokens, and neighbouring lanes read neighbouring l
 import math
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 from kernels.dispatch import check_tensors
-from kernels.philox import philox, philox_words, uniform, uniform_of_word
-from kernels.triton_support import tl, triton
+from kernels.philox import (
+    KEY_A,
+    KEY_B,
+    NUM_ROUNDS,
+    ROUND_A,
+    ROUND_B,
+    UNIFORM_SCALE,
+    philox,
+    philox_words,
+    uniform,
+    uniform_of_word,
+)
+from kernels.triton_support import interpreted_as, tl, triton
 
 LANES = 256
 MIN_UNIFORM = 2.0**-32
-"""Below the smallest positive uniform (2^-31), so that u = 0 gives a finite noise too: at most 22.2."""
+"""Half a step of the uniform, and added to it: u = 0 gives a finite noise too, at most 22.2."""
+_NUM_ROUNDS, _ROUND_A, _ROUND_B, _KEY_A, _KEY_B, _STEP, LN2, _LN_LN2 = (
+    tl.constexpr(value)
+    for value in (NUM_ROUNDS, ROUND_A, ROUND_B, KEY_A, KEY_B, UNIFORM_SCALE, math.log(2), math.log(math.log(2)))
+)
 
 
 class Purpose(IntEnum):
@@ -40,22 +56,68 @@ def word_of(seed: int, position: int, purpose: int, token: int) -> int:
 
 def log_exponential(word: int) -> float:
     """Return log E of an exponential variate E from one Philox word; -log E is Gumbel noise, in -2.82 .. 22.19."""
-    return math.log(-math.log1p(-max(uniform_of_word(word), MIN_UNIFORM)))
+    u = np.float32(uniform_of_word(word)) + np.float32(MIN_UNIFORM)
+    return math.log(-math.log1p(-float(u)))
 
 
 def log_exponential_torch(words: torch.Tensor) -> torch.Tensor:
     """As `log_exponential`, for i32 words of any shape; f32. Small u matter most: -log(1 - u) would round them away."""
-    return uniform(words).clamp_(min=MIN_UNIFORM).neg_().log1p_().neg_().log_()
+    return uniform(words).add_(MIN_UNIFORM).neg_().log1p_().neg_().log_()
+
+
+@triton.jit
+def philox_triton(seed, c0, c1, c2, c3):
+    """As `philox`, for an i64 seed and blocks of u32 that are one part of the counter each; bit-equal to `tl.philox`.
+
+    A product is taken whole, in 64 bits: one instruction, where `tl.philox` has one for each half.
+    """
+    k0 = seed.to(tl.uint64).to(tl.uint32)
+    k1 = (seed.to(tl.uint64) >> 32).to(tl.uint32)
+    for _ in tl.static_range(_NUM_ROUNDS):
+        a = c0.to(tl.uint64) * _ROUND_A
+        b = c2.to(tl.uint64) * _ROUND_B
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        k0 = tl.add(k0, _KEY_A, sanitize_overflow=False)
+        k1 = tl.add(k1, _KEY_B, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+def _log2_of_negated_exactly(x):
+    return tl.log2(-x)
+
+
+@triton.jit
+@interpreted_as(_log2_of_negated_exactly)
+def _log2_of_negated(x):
+    """log2(-x) in one instruction, the negation included: to 2^-22, relative where |x| is not in 1/2 .. 2."""
+    asm: tl.constexpr = "{ .reg .f32 t; neg.f32 t, $1; lg2.approx.ftz.f32 $0, t; }"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2_exponential_triton(words, MIN_UNIFORM: tl.constexpr):
+    """log2(E / ln 2), f32, for a block of u32 words: `log_exponential` is ln 2 times this, plus ln ln 2.
+
+    Kernel 18 is bound by how few instructions this is: 12. E is negative until its logarithm.
+    """
+    # The words -1 - k and k have the same uniform, (k + 1/2) / 2^31.
+    u = tl.abs(tl.fma(words.to(tl.int32, bitcast=True).to(tl.float32), _STEP, MIN_UNIFORM))
+    minus_rest = u - 1.0
+    far = _log2_of_negated(minus_rest)
+    # Where E is small, 2^-22 is too much for log2(1 - u): log2(1 - u) / u instead, a polynomial (Chebyshev's) in u - 1.
+    near = tl.fma(minus_rest, -0.444954701, -1.80883946)
+    near = tl.fma(near, minus_rest, -3.00433982)
+    near = tl.fma(near, minus_rest, -3.0831494)
+    return _log2_of_negated(tl.where(u < 0.125, u * near, far))
 
 
 @triton.jit
 def log_exponential_triton(words, MIN_UNIFORM: tl.constexpr):
-    """As `log_exponential`, for a block of u32 words."""
-    u = tl.maximum(tl.uint_to_uniform_float(words), MIN_UNIFORM)
-    # -log1p(-u) from log alone: the rounding error of 1 - u cancels in the quotient. The interpreter has no log1p.
-    rest = 1.0 - u
-    lost = 1.0 - rest
-    return tl.log(tl.where(lost == 0.0, u, -tl.log(rest) * (u / tl.where(lost == 0.0, 1.0, lost))))
+    """As `log_exponential`, for a block of u32 words; to 4e-6 (absolute near 0, relative beyond 1)."""
+    return tl.fma(log2_exponential_triton(words, MIN_UNIFORM), LN2, _LN_LN2)
 
 
 def gumbel_noise(

@@ -12,7 +12,7 @@ KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
 NUM_ROUNDS = 10
 _MASK = 0xFFFFFFFF
 # Turns 0 .. 2^31 - 1 into [0, 1): the largest float32 product is 1 - 2^-24.
-_UNIFORM_SCALE = 4.6566127342e-10
+UNIFORM_SCALE = 4.6566127342e-10
 
 
 def philox_words(seed: int, c0: int, c1: int, c2: int, c3: int) -> tuple[int, int, int, int]:
@@ -32,7 +32,7 @@ def philox_words(seed: int, c0: int, c1: int, c2: int, c3: int) -> tuple[int, in
 def uniform_of_word(word: int) -> float:
     """Map one word to [0, 1 - 2^-24] as `tl.rand` does: the upper half mirrored onto the lower, then scaled in f32."""
     mirrored = word if word < 2**31 else _MASK - word
-    return float(np.float32(mirrored) * np.float32(_UNIFORM_SCALE))
+    return float(np.float32(mirrored) * np.float32(UNIFORM_SCALE))
 
 
 def philox(
@@ -76,4 +76,4 @@ def rand(seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
 
 def uniform(words: torch.Tensor) -> torch.Tensor:
     """As `uniform_of_word` for i32 words of any shape; f32."""
-    return (words ^ words >> 31).to(torch.float32).mul_(_UNIFORM_SCALE)
+    return (words ^ words >> 31).to(torch.float32).mul_(UNIFORM_SCALE)

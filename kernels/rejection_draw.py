@@ -1,6 +1,6 @@
 """Kernels 27 and 28 of rejection.py, as Triton compiles them: the token behind the accepted drafts."""
 
-from kernels.noise import log_exponential_triton
+from kernels.noise import LN2, log2_exponential_triton, philox_triton
 from kernels.triton_support import tl, triton
 
 
@@ -28,9 +28,9 @@ def draw_kernel(
         purpose = tl.where(is_rejected, RESAMPLE, SAMPLE)
         is_random = tl.load(temperature_ptr + state) != 0.0
         subtract = is_rejected & is_random
-        scale = is_random.to(tl.float32)
+        scale = -LN2 * is_random.to(tl.float32)
         position = tl.load(positions_ptr + row)
-        w0, w1, w2, w3 = tl.philox(
+        w0, w1, w2, w3 = philox_triton(
             tl.load(seeds_ptr + state),
             (tile * LANES + lane).to(tl.uint32),
             zero + position.to(tl.uint32),
@@ -59,7 +59,8 @@ def draw_kernel(
             else:
                 x += tl.where(token == rejected, LOG_FLOOR, 0.0)
             words = w0 if word == 0 else (w1 if word == 1 else (w2 if word == 2 else w3))
-            x -= scale * log_exponential_triton(words, MIN_UNIFORM)
+            # As kernel 18 does it, to the last bit.
+            x = tl.fma(log2_exponential_triton(words, MIN_UNIFORM), scale, x)
         best_token = tl.where(x > best, token, best_token)
         best = tl.maximum(best, x)
         token += LANES

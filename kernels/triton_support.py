@@ -28,7 +28,7 @@ except ImportError as error:
     def _undecorated(fn: Callable | None = None, **_: Any) -> Callable:
         return fn if fn is not None else _undecorated
 
-    triton, tl = SimpleNamespace(jit=_undecorated), SimpleNamespace(constexpr=object)
+    triton, tl = SimpleNamespace(jit=_undecorated), SimpleNamespace(constexpr=lambda value: value)
 
 # The interpreter swaps functions of triton.language while it runs, so nothing may compile or interpret beside it.
 _LANGUAGE_LOCK = RLock()
@@ -74,6 +74,16 @@ def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+def interpreted_as(stand_in: Callable) -> Callable[[Callable], Callable]:
+    """Say, below `jit`, what the interpreter calls for a device function that it cannot run, as inline PTX."""
+
+    def mark(fn: Callable) -> Callable:
+        fn.stand_in = stand_in  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
 @cache
 def _interpreted(fn: Callable) -> Any:
     # NOTE: keyed by the plain function. A JITFunction hashes its source and globals, which are patched just then.
@@ -95,7 +105,8 @@ def _interpreter() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     def call(device_function: Any, *args: Any, **kwargs: Any) -> Any:
-        return _interpreted(device_function.fn).rewrite()(*args, **kwargs)
+        fn = getattr(device_function.fn, "stand_in", device_function.fn)
+        return _interpreted(fn).rewrite()(*args, **kwargs)
 
     already_patched = SimpleNamespace(restore=lambda: None)
     language = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))

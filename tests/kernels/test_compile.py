@@ -55,9 +55,16 @@ KERNELS = [
     *[
         (
             "gumbel",
-            "_gumbel_tile_kernel",
+            "_gumbel_chunk_kernel",
             GUMBEL_ARGS,
-            {"ALL_GREEDY": greedy, "APPLY_TEMPERATURE": scale, "MIN_UNIFORM": 2.0**-32, "LANES": 256},
+            {
+                "ALL_GREEDY": greedy,
+                "APPLY_TEMPERATURE": scale,
+                "MIN_UNIFORM": 2.0**-32,
+                "LANES": 256,
+                "TILES": 4,
+                "STEPS": 4,
+            },
         )
         for greedy, scale in ((False, False), (False, True), (True, False))
     ],
