@@ -78,6 +78,8 @@ def interpreted_as(stand_in: Callable) -> Callable[[Callable], Callable]:
     """Say, below `jit`, what the interpreter calls for a device function that it cannot run, as inline PTX."""
 
     def mark(fn: Callable) -> Callable:
+        if TRITON_IMPORT_ERROR is None and triton.knobs.runtime.interpret:  # `jit` makes no JITFunction then
+            return stand_in
         fn.stand_in = stand_in  # type: ignore[attr-defined]
         return fn
 
