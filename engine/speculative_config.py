@@ -27,8 +27,10 @@ class SpeculativeConfig:
     | ngram | the request's own tokens | num_speculative_tokens | prompt_lookup_min, prompt_lookup_max |
     | draft_model | a smaller model with the same vocabulary | num_speculative_tokens, model | draft_sample_method |
     | mtp | one more head on the target's hidden states | | model, draft_sample_method |
-    | dspark | a head fused into runner V2's step, or `draft="lookup"` | model or draft; with draft |
+    | dspark | a head fused into runner V2's step, or `draft="lookup"` | with draft |
     num_speculative_tokens | the keys of ngram, or draft_sample_method |
+
+    mtp and dspark without a model take the head that comes with the package, where there is one for the target.
 
     Every method takes rejection_sample_method. "synthetic" accepts at the given rates whatever the target says, so its
     output is not the model's: it is for benchmarks alone, and a request with structured_outputs is refused.
@@ -116,8 +118,8 @@ class SpeculativeConfig:
             self._refuse("needs model=, the name or the path of a smaller checkpoint with the target's vocabulary")
         if self.method != "dspark" and self.draft is not None:
             self._refuse(f"takes no draft, got draft={self.draft!r}; it belongs to method 'dspark'")
-        if self.method == "dspark" and (self.model is None) == (self.draft is None):
-            self._refuse("needs either model=, the path of a draft checkpoint, or draft='lookup', which has no weights")
+        if self.model is not None and self.draft is not None:
+            self._refuse("takes either model=, the path of a draft checkpoint, or draft='lookup', which has no weights")
         if self.draft is not None:
             check_choice("draft", self.draft, DRAFTS)
         if self.looks_up and self.draft_sample_method == "probabilistic":

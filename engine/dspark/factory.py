@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..config import ConfigError, EngineConfig
 from ..models import LoadedModel, ModelConfigError, resolve_model
 from ..spec_decode.draw import DraftSampler
+from ..spec_decode.shipped import shipped_head
 from .calibration import Calibration, CalibrationError
 from .checkpoint import read_draft
 from .decoder import DSparkDecoder, LookupDecoder
@@ -28,8 +29,7 @@ def build_dspark_decoder(config: EngineConfig, target: LoadedModel, num_rows: in
         assert spec.num_speculative_tokens is not None, "checked when the config was made"
         low, high = spec.prompt_lookup
         return LookupDecoder(spec.num_speculative_tokens, max_len, min_ngram=low, max_ngram=high)
-    assert spec.model is not None, "checked when the config was made"
-    path = resolve_model(spec.model)
+    path = resolve_model(spec.model) if spec.model is not None else shipped_head("dspark", target)
     try:
         draft, weights = read_draft(path)
         draft.check_target(target.config)
@@ -37,21 +37,21 @@ def build_dspark_decoder(config: EngineConfig, target: LoadedModel, num_rows: in
         draft.check_num_speculative_tokens(num_drafts)
         calibration = Calibration.load(path)
     except (ModelConfigError, CalibrationError) as error:
-        raise ConfigError(f"speculative_config model={spec.model!r}: {error}") from None
+        raise ConfigError(f"speculative_config model={str(path)!r}: {error}") from None
     if spec.verification_schedule != "fixed" and not draft.enable_confidence_head:
         raise ConfigError(
-            f"speculative_config model={spec.model!r}: this draft has no confidence head, which verification_schedule="
+            f"speculative_config model={str(path)!r}: this draft has no confidence head, which verification_schedule="
             f"{spec.verification_schedule!r} goes by; 'fixed' is possible"
         )
     if draft.model.max_position_embeddings < max_len:
         limit = draft.model.max_position_embeddings
         raise ConfigError(
-            f"speculative_config model={spec.model!r}: the draft knows {limit} positions, fewer than max_model_len="
+            f"speculative_config model={str(path)!r}: the draft knows {limit} positions, fewer than max_model_len="
             f"{max_len}; ask for max_model_len={limit} or less"
         )
     if calibration is not None and len(calibration.temperatures) < draft.block_size:
         raise ConfigError(
-            f"speculative_config model={spec.model!r}: calibrated for {len(calibration.temperatures)} positions, and a "
+            f"speculative_config model={str(path)!r}: calibrated for {len(calibration.temperatures)} positions, and a "
             f"block has {draft.block_size}; make the calibration anew with `runnerscope dspark calibrate`"
         )
     form, device = config.kernel_backend, config.torch_device

@@ -10,6 +10,7 @@ from .interface import SpecDecoder
 from .mtp import MtpDecoder, MtpHead
 from .mtp_checkpoint import check_target, read_mtp
 from .ngram import NgramDecoder
+from .shipped import shipped_head
 
 
 def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int) -> SpecDecoder | None:
@@ -30,16 +31,12 @@ def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int)
     max_len, form, method = config.max_model_len, config.kernel_backend, spec.draft_sample_method
     device, vocab_size = config.torch_device, target.config.vocab_size
     if spec.method == "mtp":
-        if spec.model is None:
-            raise ConfigError(
-                f"speculative method 'mtp': no head is known for {target.name!r}; give model=, the path of one that "
-                "was trained for it"
-            )
-        head_config, weights = read_mtp(spec.model)
+        path = spec.model if spec.model is not None else shipped_head("mtp", target)
+        head_config, weights = read_mtp(path)
         try:
             check_target(head_config, target.config)
         except ModelConfigError as error:
-            raise ConfigError(f"speculative_config model={spec.model!r}: {error}") from None
+            raise ConfigError(f"speculative_config model={str(path)!r}: {error}") from None
         sampler = DraftSampler(method, num_rows, 1, vocab_size, device, form)
         return MtpDecoder(MtpHead(head_config, weights, target.model), sampler, max_len, form)
     count = spec.num_speculative_tokens

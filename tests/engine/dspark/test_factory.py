@@ -13,6 +13,7 @@ from engine.dspark.calibration import Calibration
 from engine.dspark.decoder import DSparkDecoder, LookupDecoder
 from engine.dspark.factory import build_dspark_decoder
 from engine.models import load_model
+from engine.spec_decode import shipped
 from engine.speculative_config import SpeculativeConfig
 from tests.engine.dspark.golden import ROOT
 
@@ -67,3 +68,12 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         build(max_model_len=1024, model=str(DRAFT))
     with pytest.raises(ConfigError, match="is no DSpark draft this engine reads; supported: Qwen3DSparkModel"):
         build(model=str(ROOT / "rnn" / "target"))
+
+
+def test_the_draft_that_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "HEADS", tmp_path)
+    with pytest.raises(ConfigError, match="'dspark': no head is known for 'target'; give model="):
+        build()
+    shutil.copytree(DRAFT, tmp_path / "target" / "dspark")
+    decoder = build(num_speculative_tokens=2)
+    assert isinstance(decoder, DSparkDecoder) and decoder.num_drafts == 2

@@ -12,11 +12,12 @@ import torch
 
 from engine import ConfigError, SpeculativeConfig
 from engine.config import EngineConfig
+from engine.dspark import read_draft
 from engine.models import ModelNotFoundError, loader
-from engine.spec_decode import DraftModelDecoder, NgramDecoder
+from engine.spec_decode import DraftModelDecoder, NgramDecoder, shipped
 from engine.spec_decode.factory import build_spec_decoder
 from engine.spec_decode.mtp import MtpDecoder
-from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
+from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, read_mtp, write_mtp
 from tests.engine.spec_decode.rounds import model
 
 
@@ -70,3 +71,38 @@ def test_mtp(tmp_path: Path) -> None:
     write_mtp(tmp_path, other, init_weights(other, 0), torch.float32)
     with pytest.raises(ConfigError, match="this MTP head was made for another model: vocab_size is 100"):
         build({"method": "mtp", "model": str(tmp_path)})
+
+
+def test_a_head_that_comes_with_the_package_is_found_by_the_targets_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "HEADS", tmp_path)
+    with pytest.raises(
+        ConfigError, match="no head is known for 'tiny-llama'.* package comes one for no model"
+    ):
+        build({"method": "mtp"})
+    config = mtp_config(model().config)
+    write_mtp(tmp_path / "Tiny-Llama" / "mtp", config, init_weights(config, 0), torch.float32)
+    assert isinstance(build({"method": "mtp"}), MtpDecoder)
+    for name in ("tiny-llama", "tiny-llama.Q4_1", "tiny-llama-BF16", "Tiny-Llama.f16"):
+        found = shipped.shipped_head("mtp", dataclasses.replace(model(), name=name))
+        assert found == tmp_path / "Tiny-Llama" / "mtp"
+    for name in ("tiny-llama-2", "tiny", "tiny-llama-chat", "q4_1"):
+        with pytest.raises(ConfigError, match="With the package comes one for 'Tiny-Llama'"):
+            shipped.shipped_head("mtp", dataclasses.replace(model(), name=name))
+    with pytest.raises(ConfigError, match="'dspark': no head is known for 'tiny-llama'.*draft='lookup'.*for no model"):
+        shipped.shipped_head("dspark", model())
+    # One that lies there under the name of another model is not taken on trust.
+    other = dataclasses.replace(config, vocab_size=100)
+    write_mtp(tmp_path / "Tiny-Llama" / "mtp", other, init_weights(other, 0), torch.float32)
+    with pytest.raises(ConfigError, match="made for another model: vocab_size is 100"):
+        build({"method": "mtp"})
+
+
+def test_what_comes_with_the_package_is_small_and_can_be_read() -> None:
+    heads = [path for method in ("dspark", "mtp") for path in shipped.shipped_heads(method).values()]
+    assert sum(file.stat().st_size for file in shipped.HEADS.rglob("*") if file.is_file()) <= 16 * 2**20
+    for path in heads:
+        assert (path / "README.md").is_file()
+        _, weights = read_mtp(path) if path.name == "mtp" else read_draft(path)
+        assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
