@@ -17,6 +17,7 @@ from engine import SamplingParams, StructuredOutputsParams
 from engine.models import LoadedModel, Tokenizer, read_checkpoint
 from engine.sample.grammar_vocabulary import grammar_vocabulary, without_control_characters
 from engine.sample.structured_output import StructuredOutputManager
+from engine.sched_output import GrammarOutput
 from tests.engine.engine_helpers import (
     EOS,
     VOCAB,
@@ -101,6 +102,28 @@ def test_what_follows_drafts_and_nothing_else_changes(manager: StructuredOutputM
     assert np.flatnonzero(bits[0]).tolist() == [EOS] and bits[1:].all()
     assert not first.is_terminated
     assert first.accept_token(EOS) and first.is_terminated
+
+
+def test_how_many_drafts_a_grammar_goes_along_with(manager: StructuredOutputManager) -> None:
+    request = started(manager, regex="ab(c|d)")
+    a, b, c, z = (token_of(char) for char in "abcz")
+    for drafts, count in (
+        ([], 0), ([z], 0), ([a], 1), ([a, z, c], 1), ([a, b, c], 3), ([a, b, c, EOS], 4), ([a, b, c, EOS, a], 4),
+        ([-1, a], 0), ([a, -1, c], 1), ([a, EOS], 1),
+    ):  # fmt: skip
+        assert request.num_allowed(drafts) == count, drafts
+        rows = manager.grammar_bitmask([request], [drafts])
+        free = np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little").all(axis=1)
+        ended = drafts[:count].count(EOS)
+        assert free.tolist() == [False] * (count + 1 - ended) + [True] * (len(drafts) - count + ended), drafts
+        assert allowed(manager, request) == [a], "rolled back"
+    assert not request.accept_token(z) and request.num_allowed([a]) == 0
+
+
+def test_bitmaps_find_their_rows_of_logits() -> None:
+    output = GrammarOutput(("c", "a"), np.zeros((5, 1), dtype=np.int32), (3, 2))
+    assert output.logits_rows({"a": 0, "b": 4, "c": 6}).tolist() == [6, 7, 8, 0, 1]
+    assert GrammarOutput((), np.zeros((0, 1), dtype=np.int32), ()).logits_rows({"a": 0}).shape == (0,)
 
 
 def test_a_refused_token_is_an_error_and_stays_one(manager: StructuredOutputManager) -> None:

@@ -190,22 +190,26 @@ def test_sampled_answers_do_not_depend_on_row_or_neighbours(loop: str) -> None:
 
 @pytest.mark.slow
 @both_loops
-def test_a_request_with_a_grammar_has_no_drafts_and_its_neighbour_has(loop: str, smollm2: Path) -> None:
-    with smollm2_llm(smollm2, loop) as llm:
-        params = [
-            SamplingParams(temperature=0, max_tokens=12, structured_outputs={"choice": ["yes", "no"]}),
-            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-        ]
-        constrained, free = llm.generate(
-            ["Is ice cold? ", "one two three four five " * 6 + "one two"], params, use_tqdm=False
-        )
-    assert constrained.outputs[0].text in ("yes", "no") and constrained.metrics.num_drafts == 0
-    assert free.metrics.num_accepted_tokens > 5
+def test_a_request_with_a_grammar_has_drafts_beside_a_free_one(loop: str, smollm2: Path) -> None:
+    prompts = ["one two three four five " * 6 + "one two"] * 2
+    params = [
+        SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "( (one|two|four|six))+"}),
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    ]
+    answers = []
+    for spec in ({}, ngram(4)):
+        with smollm2_llm(smollm2, loop, spec) as llm:
+            answers.append(llm.generate(prompts, params, use_tqdm=False))
+            assert set(llm.core.device.waits.inside_step) == ({"drafts"} if spec else set())
+    assert [o.outputs[0].text for o in answers[0]] == [o.outputs[0].text for o in answers[1]]
+    constrained, free = answers[1]
+    assert set(constrained.outputs[0].text.split()) <= {"one", "two", "four", "six"}
+    assert constrained.metrics.num_accepted_tokens > 2 and free.metrics.num_accepted_tokens > 5
 
 
 @contextmanager
-def smollm2_llm(path: Path, loop: str) -> Iterator[LLM]:
-    llm = LLM(str(path), dtype="float32", max_model_len=128, async_scheduling=loop == "overlapped", **ngram(4))
+def smollm2_llm(path: Path, loop: str, spec: dict[str, Any]) -> Iterator[LLM]:
+    llm = LLM(str(path), dtype="float32", max_model_len=128, async_scheduling=loop == "overlapped", **spec)
     try:
         yield llm
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from engine.models import LoadedModel
 from tests.engine.engine_helpers import EOS, TraceRequest, ids, limited_steps, prompt_of, replaced_model, run_trace
 from tests.engine.engine_helpers import tiny_llm as engine
 from tests.engine.grammars import token_of
+from tests.engine.late_device import device_timing
 from tests.engine.test_speculation import SIDES, itself, lookup, ngram, one_head
 from tests.engine.test_structured_output import ANSWERS, ENGINE, check_answer, held
+from tests.engine.test_sync_budget import counted_waits, counting_steps
 from tests.engine.tiny_text import raw_bytes, text_model
 
 sides = pytest.mark.parametrize(("runner", "loop"), SIDES)
@@ -108,13 +111,13 @@ def test_an_answer_ends_where_its_grammar_ends_inside_accepted_drafts(
     """The prompt says it all before, and goes on behind the end."""
     prompt, params = [*text("abcdef"), EOS] * 3, held(regex="abcdef", temperature=0)
     with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(12)) as llm:
+        samples = _count_samples(llm)
         (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
         llm.core.check_integrity()
-        steps = llm.core.step_count
     completion = output.outputs[0]
     assert completion.token_ids == (*text("abcdef"), EOS)
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("abcdef", "stop", None)
-    assert output.metrics.num_accepted_tokens >= 6 and steps <= 4
+    assert output.metrics.num_accepted_tokens >= 6 and len(samples) <= 3
 
 
 @sides
@@ -152,6 +155,42 @@ def test_the_only_wait_that_is_added_is_for_drafts_of_requests_with_a_grammar(
                 assert waits.inside_step == {}
             else:  # none in the step of the prompt, one in each that verifies drafts of the other
                 assert waits.inside_step == {"drafts": sum(samples)} and 3 < sum(samples) < len(samples)
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_v2_waits_for_the_drafts_once_and_reads_no_device_tensor(loop: str, loaded: LoadedModel) -> None:
+    with engine("v2", loop, loaded=loaded, **ENGINE, **ngram(3)) as llm, counting_steps(llm) as counts:
+        samples, waited = _count_samples(llm), llm.core.runner.draft_token_ids
+        of_drafts: Counter[str] = Counter()
+
+        def counted(req_ids: list[str]) -> dict[str, list[int]]:
+            with counted_waits() as own:
+                drafts = waited(req_ids)
+            of_drafts.update(own)
+            return drafts
+
+        llm.core.runner.draft_token_ids = counted
+        params = [held(regex="[a-z]{20}", temperature=t, logprobs=1) for t in (0.0, 1.0)]
+        llm.generate([ids(*text("abcab" * 4))] * 2, params, use_tqdm=False)
+    assert counts == Counter()
+    assert of_drafts["CpuEvent.synchronize"] == sum(samples) > 3
+    assert set(of_drafts) <= {"CpuEvent.synchronize", "Event.wait", "Condition.wait"}
+
+
+@pytest.mark.parametrize("timing", ["threads", "late"])
+@sides
+def test_a_device_may_be_as_late_as_it_likes(runner: str, loop: str, timing: str, loaded: LoadedModel) -> None:
+    """What the host writes too early, or reads, is found by a device that runs only while somebody waits for it."""
+    prompts = [ids(*text("abcab" * n)) for n in (2, 3, 4)]
+    params = [held(regex="[abc]{20}", temperature=0), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+              held(regex="([ab]{2}[a-z]){5}", temperature=0)]  # fmt: skip
+    answers = []
+    for spec, own_timing in (({}, "threads"), (ngram(3), timing)):
+        with device_timing(own_timing), engine(runner, loop, loaded=loaded, **ENGINE, **spec) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 3
 
 
 def _count_samples(llm: Any) -> list[bool]:
