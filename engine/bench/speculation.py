@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import LLM, EngineConfig, SamplingParams
@@ -18,55 +17,12 @@ from .closed_loop import LoopRun, count_rounds, run_closed_loop
 from .machine import commit, device_name, driver_version, versions
 from .measure import agreement
 from .prompt_sets import PromptSet, in_turn, read_sets
+from .speculation_plan import NONE, Method, SpeculationPlan
+from .startup import build
 from .suite import GPU_BATCHED_TOKENS, MAX_MODEL_LEN
 
 _LOOKAHEAD = 64
 """Slots of a request beyond its answer: two steps in flight, each of which may keep all its drafts."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way of drafting. `config`: speculative_config, None for no speculation. One that was `given` has to work; a
-    default that this model has no draft for is left out."""
-
-    label: str
-    config: Mapping[str, Any] | None = field(hash=False)
-    given: bool = False
-
-
-NONE = Method("none", None)
-DEFAULTS = (
-    Method("ngram", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
-    Method("mtp", {"method": "mtp"}),
-    Method("dspark", {"method": "dspark"}),
-    Method("lookup", {"method": "dspark", "draft": "lookup", "num_speculative_tokens": 4}),
-)
-
-
-@dataclass(frozen=True)
-class SpeculationPlan:
-    """What to measure. `model`, `engine`: keywords of LLM, those of `startup.load` and the rest; `files`: of prompts;
-    `requests`: of each concurrency, None for `default_requests`."""
-
-    model: Mapping[str, Any]
-    engine: Mapping[str, Any]
-    methods: tuple[Method, ...]
-    runners: tuple[str, ...]
-    concurrency: tuple[int, ...]
-    requests: int | None
-    max_tokens: int
-    temperature: float
-    repeats: int
-    files: tuple[Path, ...] = ()
-    commit: str | None = None
-
-    def num_requests(self, concurrency: int) -> int:
-        return self.requests or default_requests(concurrency)
-
-
-def default_requests(concurrency: int) -> int:
-    """At least three waves, and ten requests where there is one at a time."""
-    return concurrency * max(3, min(10, 40 // concurrency))
 
 
 @dataclass(frozen=True)
@@ -92,10 +48,12 @@ class ConcurrencyResult:
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """`left_out`: sentences about what was asked for and isn't measured."""
+    """`starts`: of each engine (by runner and label) the seconds until it was made, and of them those that capture
+    took; `left_out`: sentences about what was asked for and isn't measured."""
 
     about: dict[str, str]
     methods: tuple[Method, ...]
+    starts: dict[tuple[str, str], tuple[float, float]]
     left_out: tuple[str, ...]
     repeats: int
     results: tuple[ConcurrencyResult, ...]
@@ -120,10 +78,11 @@ def run_speculation(
     loaded, sets = _read(plan)
     left_out = [f"{s.name}: {s.left_out} prompts are too long and left out" for s in sets if s.left_out]
     with contextlib.ExitStack() as stack:
-        engines = _engines(plan, loaded, _keywords(plan, loaded, sets), left_out, stack)
+        starts: dict[tuple[str, str], tuple[float, float]] = {}
+        engines = _engines(plan, loaded, _keywords(plan, loaded, sets), starts, left_out, stack)
         measured = {method for _, method in engines}
         methods = tuple(method for method in (NONE, *plan.methods) if method in measured)
-        report = SpeculationReport(_about(plan, loaded, sets), methods, tuple(left_out), plan.repeats, ())
+        report = SpeculationReport(_about(plan, loaded, sets), methods, starts, tuple(left_out), plan.repeats, ())
         if on_result:
             on_result(report)
         for concurrency in plan.concurrency:
@@ -181,6 +140,7 @@ def _engines(
     plan: SpeculationPlan,
     loaded: LoadedModel,
     keywords: dict[str, Any],
+    starts: dict[tuple[str, str], tuple[float, float]],
     left_out: list[str],
     stack: contextlib.ExitStack,
 ) -> dict[Key, LLM]:
@@ -194,8 +154,9 @@ def _engines(
                 config = EngineConfig.from_kwargs(**plan.model, **own)
                 problems = [] if method is NONE else unsupported_features(config, runner == "v2")
                 if not problems:
-                    engines[runner, method] = llm = LLM(loaded=loaded, **own)
+                    llm, starts[runner, method.label] = build(loaded, own)
                     stack.callback(llm.close)
+                    engines[runner, method] = llm
             except ConfigError as error:
                 if method.given or method is NONE:
                     raise

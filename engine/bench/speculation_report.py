@@ -7,7 +7,8 @@ from collections import Counter
 from typing import Any
 
 from .closed_loop import accepted_length, tpot
-from .speculation import NONE, ConcurrencyResult, Side, SpeculationReport
+from .speculation import ConcurrencyResult, Side, SpeculationReport
+from .speculation_plan import NONE
 
 
 def to_dict(report: SpeculationReport) -> dict[str, Any]:
@@ -15,6 +16,10 @@ def to_dict(report: SpeculationReport) -> dict[str, Any]:
     return {
         "about": report.about,
         "methods": {method.label: method.config for method in report.methods},
+        "starts": [
+            {"runner": runner, "method": label, "engine": seconds, "capture": capture}
+            for (runner, label), (seconds, capture) in report.starts.items()
+        ],
         "left_out": list(report.left_out),
         "repeats": report.repeats,
         "concurrencies": [
@@ -65,6 +70,12 @@ def tpot_of_v2_over_v1(result: ConcurrencyResult) -> dict[str, float]:
         if (times := tpot(side.runs)) is not None:
             found.setdefault(side.method.label, {})[side.runner] = times[0]
     return {label: each["v2"] / each["v1"] for label, each in found.items() if {"v1", "v2"} <= each.keys()}
+
+
+def waits_inside_v2(report: SpeculationReport) -> tuple[int, int]:
+    """Host waits inside all of V2's timed steps, which must be 0, and the steps."""
+    runs = [run for result in report.results for side in result.sides if side.runner == "v2" for run in side.runs]
+    return sum(run.waits_inside.total() for run in runs), sum(run.steps for run in runs)
 
 
 def accepted_by_set(report: SpeculationReport) -> list[dict[str, Any]]:

@@ -52,16 +52,20 @@ def start(
     loaded: LoadedModel, weights: float, process: float | None, keywords: Mapping[str, Any], prompt: list[int]
 ) -> tuple[LLM, StartUp]:
     """An engine on `loaded`, taken to the first token of `prompt`. `keywords` are LLM's, without the model's."""
+    llm, (built, capture) = build(loaded, {"skip_tokenizer_init": True, **keywords})
     begin = time.perf_counter()
-    llm = LLM(loaded=loaded, skip_tokenizer_init=True, **keywords)
-    _finish(llm.config.torch_device)
-    built = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    first_token = time.perf_counter() - built
+    return llm, StartUp(process, weights, built, capture, time.perf_counter() - begin)
+
+
+def build(loaded: LoadedModel, keywords: Mapping[str, Any]) -> tuple[LLM, tuple[float, float]]:
+    """An engine on `loaded`; the seconds until it was made, and of them those that capturing its graphs took."""
+    begin = time.perf_counter()
+    llm = LLM(loaded=loaded, **keywords)
+    _finish(llm.config.torch_device)
     # A runner that captures graphs when it is made says here how long that took.
-    capture = float(getattr(llm.core.runner, "capture_seconds", 0.0))
-    return llm, StartUp(process, weights, built - begin, capture, first_token)
+    return llm, (time.perf_counter() - begin, float(getattr(llm.core.runner, "capture_seconds", 0.0)))
 
 
 def _finish(device: torch.device) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .terminal import UserError, columns, printable
 
 if TYPE_CHECKING:
-    from engine.bench.speculation import ConcurrencyResult, Method, SpeculationReport
+    from engine.bench.speculation import ConcurrencyResult, SpeculationReport
+    from engine.bench.speculation_plan import Method
 
 _MODEL = ("model", "tokenizer", "load_format", "dtype", "device", "seed")
 _OWN = ("--prompts", "--concurrency", "--max-tokens", "--temperature")
@@ -55,7 +56,8 @@ def given(arguments: argparse.Namespace) -> list[str]:
 def run(arguments: argparse.Namespace, keywords: dict[str, Any], runners: tuple[str, ...], on_gpu: bool) -> int:
     """Measures, and prints each concurrency as soon as it is done."""
     from engine.bench.machine import multiplies_bfloat16
-    from engine.bench.speculation import SpeculationPlan, run_speculation
+    from engine.bench.speculation import run_speculation
+    from engine.bench.speculation_plan import SpeculationPlan
     from engine.bench.speculation_report import to_dict
 
     if not on_gpu and None in (arguments.concurrency, arguments.requests, arguments.max_tokens):
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace, keywords: dict[str, Any], runners: tuple[
     if arguments.json:
         print(json.dumps(to_dict(report), indent=2))
     else:
-        print("\n".join(["", *_set_lines(report)]))
+        print("\n".join(["", *_last_lines(report)]))
     return 0
 
 
@@ -109,7 +111,7 @@ def _methods(texts: Any) -> tuple[Method, ...]:
     """What the command line names, or the defaults. UserError for what is neither JSON nor a default's name."""
     from dataclasses import replace
 
-    from engine.bench.speculation import DEFAULTS, NONE
+    from engine.bench.speculation_plan import DEFAULTS, NONE
 
     if not texts:
         return DEFAULTS
@@ -130,7 +132,7 @@ def _methods(texts: Any) -> tuple[Method, ...]:
 
 
 def _parsed(text: str, defaults: list[str]) -> Method:
-    from engine.bench.speculation import Method
+    from engine.bench.speculation_plan import Method
 
     labelled = _LABELLED.match(text)
     source = text[labelled.end() :] if labelled else text
@@ -158,6 +160,11 @@ def _head_lines(report: SpeculationReport) -> list[str]:
     rows += [
         [printable(m.label), printable(json.dumps(m.config)) + _mark(m)] for m in report.methods if m.config is not None
     ]
+    starts = (
+        f"{runner.upper()} {printable(label)} {seconds:.1f} s" + (f" (capture {capture:.1f} s)" if capture else "")
+        for (runner, label), (seconds, capture) in report.starts.items()
+    )
+    rows.append(["engines made in", ", ".join(starts)])
     return [*columns(rows), *map(printable, report.left_out)]
 
 
@@ -201,22 +208,20 @@ def _lines(result: ConcurrencyResult) -> list[str]:
     ]
 
 
-def _set_lines(report: SpeculationReport) -> list[str]:
-    from engine.bench.speculation_report import accepted_by_set
+def _last_lines(report: SpeculationReport) -> list[str]:
+    from engine.bench.speculation_report import accepted_by_set, waits_inside_v2
 
     rows = [row for row in accepted_by_set(report) if row["method"] != "none"]
-    if not rows:
-        return ["nothing but no speculation was measured"]
-    names = list(rows[0]["sets"])
-    table = [["accepted length, tokens a pass", *map(printable, names)]]
-    for row in rows:
-        table.append(
-            [
-                f"{row['runner'].upper()} {printable(row['method'])}",
-                *(_number(row["sets"].get(name), 2) for name in names),
-            ]
-        )
-    return columns(table, right=frozenset(range(1, len(table[0]))))
+    lines = []
+    if rows:
+        names = list(rows[0]["sets"])
+        table = [["accepted length, tokens a pass", *map(printable, names)]]
+        for row in rows:
+            cells = [_number(row["sets"].get(name), 2) for name in names]
+            table.append([f"{row['runner'].upper()} {printable(row['method'])}", *cells])
+        lines = columns(table, right=frozenset(range(1, len(table[0]))))
+    waits, steps = waits_inside_v2(report)
+    return [*lines, f"host waits inside V2's steps: {waits} in {steps:,} steps"] if steps else lines
 
 
 def _number(value: float | None, digits: int) -> str:

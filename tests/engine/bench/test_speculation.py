@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from engine import LLM, SamplingParams
 from engine.bench import closed_loop
 from engine.bench.closed_loop import LoopRun, accepted_length, count_rounds, run_closed_loop, tpot
 from engine.bench.prompt_sets import PromptSet, in_turn, read_sets
-from engine.bench.speculation import DEFAULTS, default_requests
+from engine.bench.speculation_plan import DEFAULTS, default_requests
 from engine.cli.bench_speculation import _methods
 from engine.cli.terminal import UserError
 from engine.dspark.data import DataError
@@ -222,6 +223,9 @@ def test_a_draft_that_is_the_target_is_always_accepted(
     report = json.loads(out)
     assert report["about"]["commit"] == "abc123" and {"device", "date", "torch"} <= set(report["about"])
     assert report["methods"] == {"none": None, "same": json.loads(same), "lookup": DEFAULTS[-1].config}
+    made = [(start["runner"], start["method"], start["capture"]) for start in report["starts"]]
+    assert made == [("v2", "none", 0), ("v2", "same", 0), ("v2", "lookup", 0), ("v1", "none", 0), ("v1", "same", 0)]
+    assert all(start["engine"] > 0 for start in report["starts"])
     (left_out,) = report["left_out"]
     assert left_out.startswith("on V1 lookup is left out: Speculative method 'dspark' is fused")
     assert [c["concurrency"] for c in report["concurrencies"]] == [1, 3]
@@ -251,6 +255,7 @@ def test_the_table_of_the_defaults(capsys: pytest.CaptureFixture[str], folder: P
     sizes = ["--concurrency", "2", "--requests", "3", "--max-tokens", "6", "--runner", "v2"]
     code, out, err = bench(capsys, folder, *sizes, "--temperature", "0.7")
     assert code == 0, err
+    assert re.search(r"host waits inside V2's steps: 0 in \d+ steps", out) and "engines made in  V2 none " in out
     for words in ("concurrency 2: 3 requests", "accepted length", "TPOT ms: mean", "× none", "waits in a step"):
         assert words in out
     assert "math 8, code 8, chat 8 (built in)" in out and "temperature 0.7" in out
