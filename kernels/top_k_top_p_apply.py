@@ -1,6 +1,6 @@
 """What cuts (see top_k_top_p_cut.py) are for: the mask, and the draw of rows whose candidates didn't give the token."""
 
-from kernels.noise import log_exponential_triton
+from kernels.noise import log_exponential_triton, philox_triton
 from kernels.top_k_top_p_cut import key_of, load_scaled
 from kernels.triton_support import tl, triton
 
@@ -49,7 +49,7 @@ def sample_rest_kernel(
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_token = split * 4 * LANES + lane
     for tile in range(split, tl.cdiv(vocab_size, 4 * LANES), SPLITS):
-        w0, w1, w2, w3 = tl.philox(
+        w0, w1, w2, w3 = philox_triton(
             seed,
             (tile * LANES + lane).to(tl.uint32),
             zero + position.to(tl.uint32),
