@@ -181,10 +181,8 @@ def _measure(
 ) -> ConcurrencyResult:
     asks = in_turn(sets, plan.num_requests(concurrency))
     prompts = [prompt for _, prompt in asks]
-    params = [
-        SamplingParams(temperature=plan.temperature, seed=i, max_tokens=plan.max_tokens, detokenize=False)
-        for i in range(len(asks))
-    ]
+    # No seeds: a seeded request would cost V1 a generator of its own.
+    params = [SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens, detokenize=False)] * len(asks)
     warm_ups = {
         key: run_closed_loop(llm, prompts[:concurrency], params[:concurrency], concurrency).seconds
         for key, llm in engines.items()
