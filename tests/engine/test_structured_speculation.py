@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine import SamplingParams
-from engine.models import LoadedModel
+from engine.models import LoadedModel, Tokenizer, load_model
+from tests.engine.dspark.golden import HEADS, ROOT
 from tests.engine.engine_helpers import EOS, TraceRequest, ids, limited_steps, prompt_of, replaced_model, run_trace
 from tests.engine.engine_helpers import tiny_llm as engine
 from tests.engine.grammars import token_of
@@ -18,7 +23,7 @@ from tests.engine.late_device import device_timing
 from tests.engine.test_speculation import SIDES, itself, lookup, ngram, one_head
 from tests.engine.test_structured_output import ANSWERS, ENGINE, check_answer, held
 from tests.engine.test_sync_budget import counted_waits, counting_steps
-from tests.engine.tiny_text import raw_bytes, text_model
+from tests.engine.tiny_text import letters, raw_bytes, text_model
 
 sides = pytest.mark.parametrize(("runner", "loop"), SIDES)
 
@@ -102,6 +107,70 @@ def without_drafts(loaded: LoadedModel) -> dict[str, tuple[int, ...]]:
     with engine("v1", "plain", loaded=loaded, **ENGINE) as llm:
         result = run_trace(llm, grammar_trace(0.0))
     return {request_id: output.outputs[0].token_ids for request_id, output in result.outputs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_a_draft_head_changes_no_answer(head: str, loop: str, method: str) -> None:
+    """DSpark's drafts, beside a free request."""
+    model = load_model(
+        ROOT / head / "target", dtype=torch.float32, device=torch.device("cpu"), skip_tokenizer_init=True
+    )
+    words = dataclasses.replace(model, tokenizer=Tokenizer(letters(), {}, None, [EOS]))
+    spec = {"method": "dspark", "model": str(ROOT / head / "draft"), "draft_sample_method": method}
+    prompts = [ids(*prompt_of(9, seed)) for seed in range(3)]
+    prompts = [{"prompt_token_ids": [token % 30 for token in prompt["prompt_token_ids"]]} for prompt in prompts]
+    params = [held(regex="[a-z]{30}", temperature=0), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+              held(regex="([a-m][n-z]){15}", temperature=0)]  # fmt: skip
+    answers = []
+    for speculative_config in (None, spec):
+        config = {"max_model_len": 96, "speculative_config": speculative_config}
+        with engine("v2", loop, loaded=words, **config) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            assert set(llm.core.device.waits.inside_step) == ({"drafts"} if speculative_config else set())
+    assert answers[0] == answers[1]
+    assert re.fullmatch("[a-z]{30}", outputs[0].outputs[0].text)
+    assert sum(output.metrics.num_draft_tokens for output in outputs[::2]) > 20
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_trace(loaded: LoadedModel, data: st.DataObject) -> None:
+    draw = data.draw
+    chars = st.text("abc", min_size=1, max_size=4)
+
+    def params() -> SamplingParams:
+        if draw(st.integers(0, 3)) == 0:
+            return SamplingParams(temperature=0, max_tokens=draw(st.integers(1, 20)), ignore_eos=True)
+        regex = f"({draw(chars)}|{draw(chars)}|[a-d]){{{draw(st.integers(1, 12))}}}{draw(chars)}?"
+        return held(regex=regex, temperature=0, max_tokens=draw(st.integers(1, 30)))
+
+    trace = [
+        TraceRequest(
+            f"r{i}", tuple(text((draw(chars) * 40)[: draw(st.integers(1, 40))])), params(),
+            arrival=draw(st.integers(0, 6)), abort_at=draw(st.none() | st.integers(0, 12)),
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]  # fmt: skip
+    budget = draw(st.integers(4, 64))
+    config: dict[str, Any] = {
+        "max_num_batched_tokens": budget, "max_num_seqs": draw(st.integers(1, min(4, budget))),
+        "block_size": draw(st.sampled_from([1, 3, 4])), "num_gpu_blocks_override": draw(st.integers(85, 110)),
+        "enable_prefix_caching": draw(st.booleans()), "max_model_len": 80,
+    }  # fmt: skip
+    runner, loop = draw(st.sampled_from(SIDES))
+    spec = ruled(ngram(draw(st.integers(1, 5))), draw(st.sampled_from(["standard", "block"])))
+    with engine(runner, loop, loaded=loaded, **spec, **config) as llm:
+        result = run_trace(llm, trace)
+    with engine("v1", "plain", loaded=loaded, max_model_len=80) as llm:
+        right = llm.generate([ids(*one.prompt) for one in trace], [one.params for one in trace], use_tqdm=False)
+    for one, expected in zip(trace, right, strict=True):
+        tokens, whole = result.tokens(one.request_id), expected.outputs[0].token_ids
+        assert tokens == whole[: len(tokens)] and (one.abort_at is not None or len(tokens) == len(whole))
 
 
 @sides
