@@ -35,6 +35,7 @@ MAX_COMPILED = 256
 """Compiled grammars that are kept, the last used ones."""
 ALL_ALLOWED = -1
 """A word of a bitmap with every bit set."""
+_BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 
 
 class StructuredOutputRequest:
@@ -181,8 +182,9 @@ class StructuredOutputManager:
         num_allowed: Sequence[int],
         bitmask: np.ndarray,
     ) -> None:
-        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-        counts, row = bits.sum(axis=1).tolist(), 0
+        # A row that allows everything has bits beyond the vocabulary.
+        bits = _BITS_OF_BYTE[bitmask.view(np.uint8)].sum(axis=1, dtype=np.int64)
+        counts, row = np.minimum(bits, self._vocab_size).tolist(), 0
         for req_id, own, count in zip(req_ids, drafts, num_allowed, strict=True):
             rows = tuple(counts[row : row + len(own) + 1])
             hooks.emit(GrammarBitmaskFilled(*hooks.stamp(), req_id, tuple(own), count, rows))
