@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..cli.terminal import UserError
 
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 _PROMPTS, _ANSWERS = "prompts.jsonl", "answers.jsonl"
 """What an interrupted call leaves beside the sequences."""
+
+
+def add_prompt_options(parser: Any) -> None:
+    """Options of the prompts that something is measured on, for `answers`."""
+    parser.add_argument("--prompts", type=Path, nargs="+", help='files of {"turns": [...]} lines; default: self-made')
+    parser.add_argument("--num-sequences", type=int, default=100, help="of each file (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: %(default)s)")
 
 
 def training_data(llm: LLM, arguments: argparse.Namespace, path: Path, seed: int) -> Sequences:

@@ -158,8 +158,12 @@ def self_prompts(
         raise DataError("the chat template drops what the user says: give prompts in a file (--prompts)")
     # Mostly an end-of-sequence token, which ends the turn anyway.
     stop = behind.strip().partition("\n")[0]
-    openers = [opener(i) for i in range(count)]
-    beginnings = [{"prompt_token_ids": tokenizer.encode(before + o, add_special_tokens=False)} for o in openers]
+
+    def begun(words: str) -> dict[str, Any]:
+        return {"prompt_token_ids": tokenizer.encode(before + words, add_special_tokens=False)}
+
+    openers = [words if fits(llm, begun(words)) else "" for words in map(opener, range(count))]
+    beginnings = [begun(words) for words in openers]
     params = [
         SamplingParams(
             temperature=_TURN_TEMPERATURE, seed=seed + i, max_tokens=max_tokens, stop=(stop,) if stop else ()

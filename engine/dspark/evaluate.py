@@ -123,11 +123,15 @@ def evaluate_draft(model: DraftModel, sequences: Sequences, k: int) -> Acceptanc
     return Acceptance(k, np.array(accepted, dtype=np.int64))
 
 
-def evaluate_lookup(sequences: Sequences, k: int) -> Acceptance:
-    """Of the draft without weights, along greedy answers."""
+def evaluate_lookup(sequences: Sequences, k: int, min_ngram: int, max_ngram: int) -> Acceptance:
+    """Of the draft without weights, along greedy answers; lengths as of `lookup_loop`."""
+
+    def drafts(known: list[int]) -> list[int]:
+        return lookup_loop(known, k, min_ngram=min_ngram, max_ngram=max_ngram)
+
     accepted: list[int] = []
     for tokens, start in zip(sequences, sequences.starts.tolist(), strict=True):
-        accepted += replay(tokens, start, k, lambda position, t=tokens: lookup_loop(t[: position + 1], k))  # type: ignore[misc]
+        accepted += replay(tokens, start, k, lambda position, t=tokens: drafts(t[: position + 1]))  # type: ignore[misc]
     return Acceptance(k, np.array(accepted, dtype=np.int64))
 
 

@@ -78,6 +78,10 @@ class Objective(ABC):
     def __init__(self, target: CausalLM, weights: Weights, loss: LossWeights) -> None:
         self.device, self.loss = target.device, loss
         self.embedding, self.head = shared_weights(target)
+        # So that logits start with a standard deviation of one: with ones they are as far apart as the head's rows are
+        # long, and the first hundreds of steps only bring them together.
+        scale = float(self.head.square().sum(-1).mean().rsqrt())
+        weights = {**weights, "norm.weight": torch.full_like(weights["norm.weight"], scale)}
         self.weights = {name: w.to(self.device).requires_grad_() for name, w in weights.items()}
 
     @abstractmethod

@@ -86,10 +86,10 @@ def test_from_nothing_to_measured(tmp_path: Path, model: list[str], capsys: pyte
     options = ["--prompts", str(prompts), "--max-tokens", "20", *model]
     code, text, error = call(capsys, "eval", str(out), *options)
     assert code == 0, error
-    header, dspark, lookup, _ = text.splitlines()
+    header, *methods, _ = text.splitlines()
     assert header.split()[:3] == ["prompts", "draft", "rounds"] and header.count("accept") == 3
-    assert dspark.split()[:2] == ["mine", "dspark"] and lookup.split()[:2] == ["mine", "lookup"]
-    assert float(dspark.split()[3]) >= 1.0
+    assert [line.split()[:2] for line in methods] == [["mine", m] for m in ("none", "ngram", "lookup", "dspark")]
+    assert float(methods[0].split()[3]) == 1.0 and all(float(line.split()[3]) >= 1.0 for line in methods)
 
     code, text, error = call(capsys, "eval", str(out), "--json", "--k", "2", *options)
     assert code == 0, error
@@ -201,10 +201,11 @@ def test_minutes_end_with_a_finished_head(tmp_path: Path, model: list[str], caps
     assert code == 2 and "holds another training" in error
 
 
-def test_eval_without_a_draft_measures_the_lookup_alone(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_without_a_head_measures_what_needs_none(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, text, error = call(capsys, "eval", "--k", "2", "--num-sequences", "4", "--max-tokens", "16", *model)
     assert code == 0, error
-    assert [line.split()[:2] for line in text.splitlines()[1:-1]] == [["self-made", "lookup"]]
+    methods = [line.split()[:2] for line in text.splitlines()[1:-1]]
+    assert methods == [["self-made", method] for method in ("none", "ngram", "lookup")]
 
 
 def test_what_is_refused(tmp_path: Path, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +222,8 @@ def test_what_is_refused(tmp_path: Path, model: list[str], capsys: pytest.Captur
             "none of 5 prompts that the target made up",
         ),
         (["eval", draft, "--calibrate", *model], "unknown argument"),
+        (["eval", "--to-card", *model], "--to-card: give DRAFT or --mtp"),
+        (["eval", "--mtp", str(tmp_path), *model], "config.json"),
         ([], "ACTION"),
     ):
         code, _, error = call(capsys, *argv)
