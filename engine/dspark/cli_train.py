@@ -112,6 +112,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         loaded.model, objective.layer_ids, sequences, data / "hidden", int(arguments.cache_gib * 2**30), loaded.name,
         memory_bytes=_memory_for_states(loaded),
     )  # fmt: skip
+    print(f"{len(sequences)} answers; hidden states: {hidden.place}")
     trainer = Trainer(objective, sequences, hidden, settings)
     if trainer.resume(out):
         print(f"taking up {out} behind step {trainer.step_number}")

@@ -88,6 +88,14 @@ class HiddenStates:
         if not same:
             path.write_text(json.dumps(about), encoding="utf-8")
 
+    @property
+    def place(self) -> str:
+        """Where they are kept, for a person."""
+        gib = int(self._begins[-1]) * self.width * self.model.dtype.itemsize / 2**30
+        if self._store is not None:
+            return f"{gib:.1f} GiB, in the device's memory"
+        return f"{gib:.1f} GiB, of {self._num_kept} on disk, the others computed each time they are wanted"
+
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The injected layers' states [b, s, n * d] and the last [b, s, d], with zeros behind shorter sequences."""
         missing = [i for i in indices if not self._has(i)]
