@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .cuda_stream import CudaStream
+from .streams import Stream
 
 Factory = Callable[[], Callable[[], Any]]
 """Builds a step's inputs outside the graph and returns the work to capture."""
@@ -49,3 +50,8 @@ class GraphPool:
         graph, result = self._graphs[key]
         graph.replay()
         return result
+
+
+def make_graph_pool(stream: Stream) -> GraphPool | None:
+    """None where there is nothing to capture: on a CPU."""
+    return GraphPool(stream) if isinstance(stream, CudaStream) else None

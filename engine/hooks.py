@@ -186,6 +186,17 @@ class DraftVerified(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class VerificationBudgeted(Event):
+    """The host decided that a step verifies `budget` of the drafts of its `num_reqs` requests, who have up to
+    `num_drafts`; `expected_tokens` is what it expects of the step, None while no confidences have arrived."""
+
+    num_reqs: int
+    num_drafts: int
+    budget: int
+    expected_tokens: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobsComputed(Event):
     """Logprobs of a prompt's own tokens at the positions `start` .. `start + num_positions - 1` reached the host: those
     of the part of the prompt that `computed_in_step` ran, the `k` most likely tokens of each. Logits of `chunk_rows`

@@ -14,6 +14,7 @@ from .sample.rejection import conditional_rates, rates_of_mean_length
 METHODS = ("ngram", "draft_model", "mtp", "dspark")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 REJECTION_SAMPLE_METHODS = ("standard", "block", "synthetic")
+VERIFICATION_SCHEDULES = ("fixed", "threshold", "early_stop", "budgeted")
 DRAFTS = ("lookup",)
 DEFAULT_PROMPT_LOOKUP = 5
 
@@ -28,7 +29,8 @@ class SpeculativeConfig:
     | draft_model | a smaller model with the same vocabulary | num_speculative_tokens, model | draft_sample_method |
     | mtp | one more head on the target's hidden states | | model, draft_sample_method |
     | dspark | a head fused into runner V2's step, or `draft="lookup"` | with draft |
-    num_speculative_tokens | the keys of ngram, or draft_sample_method |
+    num_speculative_tokens | model; the keys of ngram; or draft_sample_method, verification_schedule,
+    confidence_threshold |
 
     mtp and dspark without a model take the head that comes with the package, where there is one for the target.
 
@@ -44,6 +46,12 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     """None is the other one of the two, or 5 if that is None too."""
     draft_sample_method: str = "greedy"
+    verification_schedule: str = "fixed"
+    """How many of its drafts a request has verified: all; up to the first whose confidence is below
+    confidence_threshold ("threshold"); while it pays, by the paper's Algorithm 1 ("early_stop"); as many in a step as
+    its measured cost is worth ("budgeted", what vLLM calls adaptive verification). All of them leave the law of the
+    output as it is: engine/dspark/schedule.py says why."""
+    confidence_threshold: float | None = None
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """How often draft 1, 2, ... is accepted, of all rounds: one for each of num_speculative_tokens, not increasing."""
@@ -70,9 +78,11 @@ class SpeculativeConfig:
         check_choice("speculative method", self.method, METHODS)
         check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_SAMPLE_METHODS)
+        check_choice("verification_schedule", self.verification_schedule, VERIFICATION_SCHEDULES)
         self._check_source()
         self._check_count()
         self._check_prompt_lookup()
+        self._check_schedule()
         self._check_synthetic()
 
     @property
@@ -144,6 +154,21 @@ class SpeculativeConfig:
         low, high = self.prompt_lookup
         if low > high:
             raise ConfigError(f"prompt_lookup_min={low} is more than prompt_lookup_max={high}; swap them")
+
+    def _check_schedule(self) -> None:
+        schedule, threshold = self.verification_schedule, self.confidence_threshold
+        if schedule != "fixed" and (self.method != "dspark" or self.draft is not None):
+            self._refuse(
+                f"its drafts have no confidences, and verification_schedule={schedule!r} goes by them; 'fixed' is "
+                "possible, or method 'dspark' with a model"
+            )
+        if (schedule == "threshold") != (threshold is not None):
+            raise ConfigError(
+                f"verification_schedule={schedule!r} with confidence_threshold={threshold!r}: the schedule 'threshold' "
+                "needs one from 0 to 1, and no other takes it"
+            )
+        if threshold is not None and (not _is_number(threshold) or not 0 <= threshold <= 1):
+            raise ConfigError(f"confidence_threshold={threshold!r}: possible are 0 (verify all) to 1")
 
     def _check_synthetic(self) -> None:
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length

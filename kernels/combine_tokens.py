@@ -34,10 +34,10 @@ def combine_sampled_and_draft_tokens(
     its position still lies in the prompt.
 
     Args:
-        num_logits: `cu_num_logits[r]`, which the host knows.
+        num_logits: `cu_num_logits[r]`, or more where the host only knows a bound of it.
 
     Returns:
-        logits_indices: i64 [num_logits], indices into `input_ids`.
+        logits_indices: i64 [num_logits], indices into `input_ids`; 0 in rows of nobody.
 
     Raises:
         ValueError: a wrong dtype, rank, length or form.
@@ -48,7 +48,9 @@ def combine_sampled_and_draft_tokens(
     check_tensors(torch.int32, 1, num_reqs, seq_lens=seq_lens)
     check_tensors(torch.int64, 2, last_sampled_tokens=last_sampled_tokens, draft_tokens=draft_tokens)
     form = resolve_form(form, input_ids)
-    logits_indices = torch.empty(num_logits, dtype=torch.int64, device=input_ids.device)
+    # One row a request is exact; with drafts it may be a bound.
+    make = torch.empty if num_logits == num_reqs else torch.zeros
+    logits_indices = make(num_logits, dtype=torch.int64, device=input_ids.device)
     if num_reqs == 0:
         return logits_indices
     args = (
@@ -92,11 +94,11 @@ def expand_idx_mapping(
     """Repeat the state row of every request for each of its logits rows.
 
     Args:
-        num_logits: `cu_num_logits[r]`, which the host knows.
+        num_logits: `cu_num_logits[r]`, or more where the host only knows a bound of it.
 
     Returns:
-        expanded_idx_mapping: i32 [num_logits], the state row of each logits row.
-        expanded_local_pos: i32 [num_logits], 0 .. k within each request.
+        expanded_idx_mapping: i32 [num_logits], the state row of each logits row; -1 in rows of nobody.
+        expanded_local_pos: i32 [num_logits], 0 .. k within each request; 0 in rows of nobody.
 
     Raises:
         ValueError: a wrong dtype, rank, length or form.
@@ -106,10 +108,10 @@ def expand_idx_mapping(
     check_tensors(torch.int32, 1, num_reqs + 1, cu_num_logits=cu_num_logits)
     form = resolve_form(form, idx_mapping)
     if form == "torch" and num_reqs > 0:
-        req, local_pos, _ = segment_of(cu_num_logits, num_reqs, num_logits)
-        return idx_mapping[req], local_pos
-    expanded = torch.empty(2, num_logits, dtype=torch.int32, device=idx_mapping.device)
-    expanded_idx_mapping, expanded_local_pos = expanded[0], expanded[1]
+        req, local_pos, inside = segment_of(cu_num_logits, num_reqs, num_logits)
+        return torch.where(inside, idx_mapping[req], -1), torch.where(inside, local_pos, 0)
+    expanded_idx_mapping = torch.full((num_logits,), -1, dtype=torch.int32, device=idx_mapping.device)
+    expanded_local_pos = torch.zeros_like(expanded_idx_mapping)
     if form == "loop":
         for i in range(num_reqs):
             begin, end = int(cu_num_logits[i]), int(cu_num_logits[i + 1])
@@ -170,20 +172,23 @@ def _combine_torch(
     logits_indices: torch.Tensor,
 ) -> None:
     num_reqs = idx_mapping.shape[0]
-    req, k, _ = segment_of(cu_num_logits, num_reqs, logits_indices.shape[0])
+    req, k, inside = segment_of(cu_num_logits, num_reqs, logits_indices.shape[0])
     rows = idx_mapping.long()
     logits_of_req = cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]
     first_slot = query_start_loc[1 : num_reqs + 1] - logits_of_req
     seq_len, prompt = seq_lens[:num_reqs], prefill_len[rows]
     decoding, past_prompt = seq_len > prompt, seq_len - logits_of_req >= prompt
 
-    torch.add(first_slot[req], k, out=logits_indices)
+    torch.mul(first_slot[req] + k, inside, out=logits_indices)
     is_draft = k > 0
     draft = draft_tokens[rows[req], (k - 1).clamp_(0, draft_tokens.shape[1] - 1).long()]
     token = torch.where(is_draft, draft, last_sampled_tokens[rows[req], 0]).to(torch.int32)
-    write = decoding[req] & (is_draft | past_prompt[req])
-    # Slots are distinct, so writing back what stood there skips a slot without a host wait.
-    input_ids[logits_indices] = torch.where(write, token, input_ids[logits_indices])
+    write = inside & decoding[req] & (is_draft | past_prompt[req])
+    # One slot more for what is not written: the row of a request without tokens, in a padded batch, names another's.
+    num_slots = input_ids.shape[0]
+    slots = torch.cat([input_ids, input_ids.new_empty(1)])
+    slots[torch.where(write, logits_indices, num_slots)] = token
+    input_ids.copy_(slots[:num_slots])
 
 
 @triton.jit

@@ -88,7 +88,7 @@ class TorchAttention:
         kv_size = self.num_kv_heads * self.head_dim
         cache = kv_cache.view(2, -1, kv_size)
         # [t, Hq / Hk + 2, Hk * D]: the last two of the middle dimension are K and V
-        kv = qkv[: plan.num_tokens].view(plan.num_tokens, -1, kv_size)[:, -2:].transpose(0, 1)
+        kv = qkv[: plan.num_tokens].view(plan.num_tokens, qkv.shape[1] // kv_size, kv_size)[:, -2:].transpose(0, 1)
         cache.index_copy_(1, plan.slots, kv)
         if len(plan.groups) == 1 and plan.num_tokens == qkv.shape[0]:
             return self._attend(qkv, kv_cache, plan.groups[0])

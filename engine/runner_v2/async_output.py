@@ -14,6 +14,8 @@ from ..sched_output import ModelRunnerOutput
 from .sample.logprobs import LogprobsPlan, row_to_dict
 from .sample.prompt_logprobs import PromptLogprobsPlan
 
+CONFIDENCES = "confidences"
+
 
 def empty_tokens(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One tensor for all that the host always wants of a step, so that one copy brings it: (it, sampled, num_sampled).
@@ -60,9 +62,11 @@ class AsyncOutput:
         width: int,
         cu_num_logits: np.ndarray,
         tensors: Callable[[], dict[str, torch.Tensor]],
+        observe_confidences: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         self._device = device
         self._req_ids = req_ids
+        self._observe_confidences = observe_confidences
         self._num_logprobs = num_logprobs
         self._logprobs_plan = logprobs_plan
         self._prompt_logprobs = prompt_logprobs
@@ -94,6 +98,8 @@ class AsyncOutput:
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
         rows, tokens, size = self._num_rows, self._host_tokens_np, self._num_rows * self._width
         sampled, num_sampled = tokens[:size].reshape(rows, self._width), tokens[size:].view(np.int32)[:rows]
+        if self._observe_confidences is not None and CONFIDENCES in host:
+            self._observe_confidences(host[CONFIDENCES][: len(self._req_ids)])
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
         if self._logprobs_plan.wanted:

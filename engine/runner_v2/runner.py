@@ -1,4 +1,5 @@
-"""Model runner V2: a state table with fixed rows, inputs gathered on the device, no host wait inside a step.
+"""Model runner V2: a state table with fixed rows, inputs gathered on the device, no host wait inside a step but that of
+a grammar for the drafts that it has to look at.
 
 Contract of this file: only what every model and every request needs. A feature of sampling lives in sample/, what is
 particular to a model family in its ModelState. No line here may read a device tensor on the host; what a step
@@ -8,19 +9,15 @@ table (ARCHITECTURE.md).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..cuda_stream import CudaStream
 from ..device import Device
-from ..graphs import GraphPool
 from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
@@ -31,15 +28,18 @@ from .async_drafts import AsyncDrafts
 from .async_output import AsyncOutput, HostRing
 from .block_tables import BlockTables
 from .input_batch import InputBatch, InputBuffers, choose_descriptor
-from .sample import Sampler, SamplerPlan
+from .sample import Sampler
 from .sample.states import SamplingStates
 from .sample.structured_outputs import GrammarBitmask
 from .sample.tables import TokenTable
-from .speculation import DraftedWork, make_speculation
+from .speculation import DraftedWork, Speculation, make_speculation
 from .states import RequestState
+from .step_graphs import StepGraphs, StepSize, is_verification
 from .step_work import StepWork
 
 STEPS_IN_FLIGHT = 2
+MEASURED_EAGERLY = 8
+"""Requests of the largest step that is measured where none is captured."""
 
 MADE_BY = {
     "input_ids": "kernels prepare_prefill_inputs, combine_sampled_and_draft_tokens",
@@ -51,21 +51,14 @@ MADE_BY = {
 }
 
 
-GREEDY = SamplerPlan(all_greedy=True)
-RANDOM = SamplerPlan()
-FILTERED = SamplerPlan(filters=True)
-CAPTURED_PLANS = (GREEDY, RANDOM, FILTERED)
-"""What a captured step may sample with; a batch that needs more of the sampler runs launch by launch."""
-
-
 @dataclass(frozen=True)
 class ExecuteModelState:
-    """What `execute_model` leaves for `sample_tokens`. `graph` is the key of the captured step that does all the
+    """What `execute_model` leaves for `sample_tokens`. `graph` is the size of the captured step that does all the
     work."""
 
     batch: InputBatch
     work: StepWork
-    graph: tuple[int, SamplerPlan] | None
+    graph: StepSize | None
 
 
 class ModelRunnerV2:
@@ -92,7 +85,9 @@ class ModelRunnerV2:
         self.form = config.kernel_backend
         self.max_num_reqs = config.max_num_seqs
         self.max_num_tokens = config.max_num_batched_tokens
+        self.speculation: Speculation | None = None
         self.reset()
+        self._measure_steps()
 
     def reset(self) -> None:
         """An empty state table, whatever was in it: at the start, and after a step that failed."""
@@ -100,7 +95,7 @@ class ModelRunnerV2:
         assert config.max_model_len is not None
         rows, tokens = self.max_num_reqs, self.max_num_tokens
         max_blocks = -(-config.max_model_len // config.block_size)
-        num_drafts = self.decoder.num_drafts if self.decoder is not None else 0
+        self.num_drafts = num_drafts = self.decoder.num_drafts if self.decoder is not None else 0
         self.req_states = RequestState(device, rows, config.max_model_len, STEPS_IN_FLIGHT, form, num_drafts)
         self.block_tables = BlockTables(device, rows, max_blocks, tokens, config.block_size, STEPS_IN_FLIGHT, form)
         self.input_buffers = InputBuffers(device, rows, tokens)
@@ -110,9 +105,10 @@ class ModelRunnerV2:
         states = self.req_states
         token_table = TokenTable(states.all_token_ids.gpu, states.prompt_len.gpu, states.prefill_len.gpu)
         self.sampler = Sampler(self.sampling_states, form, token_table)
-        self.speculation = make_speculation(config, self.model, self.decoder, self.sampler)
+        self.speculation = make_speculation(
+            config, self.model, self.decoder, self.sampler, device, self.hooks, self.speculation
+        )
         self.arange = device.to_device(np.arange(rows + 1, dtype=np.int32))
-        self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
         self.last_batch: InputBatch | None = None
         self.last_work: StepWork | None = None
         self._state: ExecuteModelState | None = None
@@ -124,38 +120,32 @@ class ModelRunnerV2:
         self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
         self._output_copied: Event | None = None
         self._drafts = AsyncDrafts(device, rows * (num_drafts + 1))
-        self._graph_work: dict[int, StepWork] = {}
-        self.capture()
+        self.graphs = StepGraphs(self)
+        self.graphs.capture()
 
-    def capture(self) -> None:
-        """Captures the whole decode step at each of the configured sizes; does nothing on a CPU, with enforce_eager or
-        with drafts."""
-        self.capture_seconds = 0.0
-        if self.graphs is None or self.config.enforce_eager or self.speculation is not None:
+    @property
+    def capture_seconds(self) -> float:
+        return self.graphs.seconds
+
+    def _measure_steps(self) -> None:
+        """What steps cost, for the schedules of verification that go by it."""
+        if self.speculation is None:
             return
-        begin = time.monotonic()
-        for size in sorted(self.config.cudagraph_capture_sizes, reverse=True):
-            if size > min(self.max_num_reqs, self.max_num_tokens):
-                continue
-            self._graph_work[size] = work = self._padding_work(size)
-            for plan in CAPTURED_PLANS:
-                self.graphs.capture((size, plan), partial(partial, work.decode_step, plan))
-        self.device.drain()
-        self.capture_seconds = time.monotonic() - begin
+        sizes: dict[int, list[int]] = {}
+        for size in self.graphs.work or self._measured_eagerly():
+            sizes.setdefault(size.num_reqs, []).append(size.num_tokens)
+        self.speculation.verification.measure(sizes, self.graphs.seconds_of, is_captured=bool(self.graphs.work))
 
-    def _padding_work(self, size: int) -> StepWork:
-        """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
-        self.input_buffers.idx_mapping.fill_(self.req_states.padding_row)
-        self.input_buffers.query_start_loc.zero_()
-        metadata = self._attention_metadata(
-            num_reqs=size,
-            num_tokens=size,
-            num_tokens_padded=size,
-            query_start_loc_np=np.arange(size + 1, dtype=np.int32),
-            seq_lens_np=np.full(size, self.config.max_model_len, dtype=np.int32),
-            num_decodes=size,
-        )
-        return StepWork(self, self.input_buffers.idx_mapping[:size], size, size, metadata)
+    def _measured_eagerly(self) -> list[StepSize]:
+        """A few sizes of which the others follow: a step that is launched piece by piece has no sizes of its own."""
+        most = min(self.max_num_reqs, MEASURED_EAGERLY)
+        drafts = self.num_drafts
+        return [
+            StepSize(num_reqs, num_reqs * (1 + n))
+            for num_reqs in {1, most}
+            for n in sorted({0, 1, 3, drafts})
+            if n <= drafts and num_reqs * (1 + n) <= self.max_num_tokens
+        ]
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -206,14 +196,14 @@ class ModelRunnerV2:
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
         batch = self._make_batch(scheduler_output)
-        graph = self._captured(batch)
+        graph = self.graphs.find(batch)
         if batch.index_np is not self._index_on_device:
             self.device.write("query_start_loc, idx_mapping, cu_num_logits", self.input_buffers.index, batch.index_np)
             self._index_on_device = batch.index_np
-        work = self._eager_work(batch) if graph is None else self._graph_work[graph[0]]
-        if SamplingTraced in self.hooks.wanted:
-            graph = None  # it would keep its logits to itself; launched one by one the same work gives the same tokens
+        work = self._eager_work(batch) if graph is None else self.graphs.work[graph]
         if graph is None:
+            if isinstance(work, DraftedWork) and work.is_budgeted:
+                self._submit(work.allot_verification)
             if batch.has_prefill:
                 self._submit(work.prepare_prefill_inputs)  # 2
             self._submit(work.prepare_pos_seq_lens)  # 3
@@ -229,37 +219,73 @@ class ModelRunnerV2:
             self.hooks.emit(BlockTableGathered(*self.hooks.stamp(), tuple(batch.idx_mapping_np.tolist())))
         if InputsPrepared in self.hooks.wanted:
             self.hooks.emit(
-                InputsPrepared(*self.hooks.stamp(), batch.num_reqs, batch.num_tokens, batch.num_tokens_padded, MADE_BY)
+                InputsPrepared(*self.hooks.stamp(), batch.num_reqs, batch.num_tokens, work.num_tokens_padded, MADE_BY)
             )
 
-    def _captured(self, batch: InputBatch) -> tuple[int, SamplerPlan] | None:
-        """The captured step that can do this batch's work, if there is one."""
-        if self.graphs is None or batch.has_prefill or batch.num_tokens != batch.num_reqs:
-            return None
-        key = (batch.num_reqs_padded, batch.plan)
-        return key if key in self.graphs else None
-
     def _eager_work(self, batch: InputBatch) -> StepWork:
-        metadata = self._attention_metadata(
+        budget = None
+        if self.speculation is not None and is_verification(batch):
+            budget = self.speculation.verification.budget(batch.num_reqs, batch.num_reqs)
+            if batch.num_reqs + budget >= batch.num_tokens:
+                budget = None
+        num_tokens, padded = batch.num_tokens, batch.num_tokens_padded
+        if budget is not None:
+            num_tokens = padded = batch.num_reqs + budget
+        metadata = self.attention_metadata(
             num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            num_tokens_padded=batch.num_tokens_padded,
+            num_tokens=num_tokens,
+            num_tokens_padded=padded,
+            query_start_loc=self._query_start_loc(budget),
             query_start_loc_np=batch.query_start_loc_np,
             seq_lens_np=self._seq_lens_np(batch),
-            num_decodes=batch.num_decodes,
+            num_decodes=batch.num_decodes if budget is None else 0,
             has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
         )
-        if self.speculation is not None:
-            return DraftedWork(self, batch, metadata, self.speculation)
-        idx_mapping = self.input_buffers.idx_mapping[: batch.num_reqs]
-        return StepWork(self, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
+        num_logits = batch.num_logits if budget is None else num_tokens
+        return self._work(batch.num_reqs, batch.num_reqs_padded, metadata, num_logits, budget)
 
-    def _attention_metadata(
+    def padding_work(self, size: StepSize) -> StepWork:
+        """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
+        num_reqs, num_tokens = size
+        budget = None if num_tokens == num_reqs * (1 + self.num_drafts) else num_tokens - num_reqs
+        self.input_buffers.idx_mapping.fill_(self.req_states.padding_row)
+        self.input_buffers.query_start_loc.zero_()
+        self.input_buffers.cu_num_logits.copy_(self.arange)
+        self._index_on_device = None
+        longest = -(-num_tokens // num_reqs)
+        metadata = self.attention_metadata(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_tokens_padded=num_tokens,
+            query_start_loc=self._query_start_loc(budget),
+            query_start_loc_np=np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * longest, num_tokens),
+            seq_lens_np=np.full(num_reqs, self.config.max_model_len, dtype=np.int32),
+            num_decodes=num_reqs if num_tokens == num_reqs else 0,
+        )
+        return self._work(num_reqs, num_reqs, metadata, num_tokens, budget)
+
+    def _work(
+        self, num_reqs: int, num_reqs_padded: int, metadata: AttentionMetadata, num_logits: int, budget: int | None
+    ) -> StepWork:
+        idx_mapping = self.input_buffers.idx_mapping[:num_reqs]
+        padded = (num_reqs_padded, metadata.num_tokens_padded)
+        if self.speculation is None:
+            return StepWork(self, idx_mapping, *padded, metadata)
+        return DraftedWork(self, idx_mapping, *padded, metadata, self.speculation, num_logits=num_logits, budget=budget)
+
+    def _query_start_loc(self, budget: int | None) -> torch.Tensor:
+        """i32 [R + 1]: the host's, or what the device makes of it under a budget."""
+        if budget is None or self.speculation is None:
+            return self.input_buffers.query_start_loc
+        return self.speculation.verification.query_start_loc
+
+    def attention_metadata(
         self,
         *,
         num_reqs: int,
         num_tokens: int,
         num_tokens_padded: int,
+        query_start_loc: torch.Tensor,
         query_start_loc_np: np.ndarray,
         seq_lens_np: np.ndarray,
         num_decodes: int,
@@ -269,7 +295,7 @@ class ModelRunnerV2:
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_tokens_padded=num_tokens_padded,
-            query_start_loc=self.input_buffers.query_start_loc,
+            query_start_loc=query_start_loc,
             query_start_loc_np=query_start_loc_np,
             seq_lens=self.input_buffers.seq_lens,
             seq_lens_np=seq_lens_np,
@@ -337,19 +363,19 @@ class ModelRunnerV2:
 
     def forward(self) -> None:
         assert self._state is not None, "forward: prepare_inputs comes first"
-        work, graph, graphs = self._state.work, self._state.graph, self.graphs
-        if graph is None or graphs is None:
+        work, graph, plan = self._state.work, self._state.graph, self._state.batch.plan
+        if graph is None:
             self._submit(work.forward)
             return
 
         def replay() -> None:
-            work.output = graphs.replay(graph)
+            work.output = self.graphs.replay(graph, plan)
 
         if self._output_copied is not None:
             # A replay writes its output where the last one of its size did: that must be on its way by then.
             self.device.compute.wait_event(self._output_copied)
-        self.device.compute.submit(f"graph of {graph[0]}", replay)
-        self._launched(f"graph of {graph[0]}")
+        self.device.compute.submit(f"graph of {graph}", replay)
+        self._launched(f"graph of {graph}")
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
@@ -373,12 +399,13 @@ class ModelRunnerV2:
         output = AsyncOutput(
             self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
             width, batch.cu_num_logits_np, lambda: work.output,
+            None if self.speculation is None else self.speculation.verification.observer(),
         )  # fmt: skip
         self._output_copied = output.copied
         if graph is None:
             self._submit(work.post_update, batch.plan)  # 10
-        if isinstance(work, DraftedWork):
-            self._submit(work.propose)
+            if isinstance(work, DraftedWork):
+                self._submit(work.propose)
         return output
 
     def draft_token_ids(self, req_ids: Sequence[str]) -> dict[str, list[int]]:
@@ -386,6 +413,7 @@ class ModelRunnerV2:
         that have some; all of these have a grammar. Waits for the drafts, if there are any."""
         assert self._state is not None, "draft_token_ids: execute_model comes first"
         batch = self._state.batch
+        assert self._state.work.num_logits == batch.num_logits, "a batch with a grammar verifies every draft"
         ends = batch.cu_num_logits_np.tolist()
         rows = dict(zip(batch.req_ids, zip(ends, ends[1:], strict=False), strict=True))
         own = {req_id: (begin + 1, end) for req_id in req_ids for begin, end in [rows[req_id]] if end > begin + 1}

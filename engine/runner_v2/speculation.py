@@ -13,18 +13,19 @@ import torch
 from kernels import expand_idx_mapping
 
 from ..attention import AttentionMetadata
-from ..config import EngineConfig
-from ..hooks import DRAFT_EVENTS
+from ..config import ConfigError, EngineConfig
+from ..device import Device
+from ..hooks import DRAFT_EVENTS, Hooks
 from ..models import CausalLM
 from ..models.layer_outputs import LayerOutputs
 from ..sample.draft_trace import draft_tensors, padded_drafts, padded_rows
 from ..spec_decode import FinishedStep, RowTables, SpecDecoder
-from .async_output import empty_tokens
-from .input_batch import InputBatch
+from .async_output import CONFIDENCES, empty_tokens
 from .sample import Sampler, SamplerPlan
 from .sample.rejection_sampler import DraftedStep, RejectionSampler, RejectionSamplerOutput
 from .sample.structured_outputs import GrammarBitmask
 from .step_work import StepWork
+from .verification import Verification, with_lengths_read
 
 if TYPE_CHECKING:
     from .runner import ModelRunnerV2
@@ -35,44 +36,93 @@ class Speculation:
     drafter listens to; None if that is the last norm alone."""
 
     def __init__(
-        self, decoder: SpecDecoder, rejection_sampler: RejectionSampler, layer_outputs: LayerOutputs | None
+        self,
+        decoder: SpecDecoder,
+        rejection_sampler: RejectionSampler,
+        verification: Verification,
+        layer_outputs: LayerOutputs | None,
     ) -> None:
         self.decoder = decoder
         self.rejection_sampler = rejection_sampler
+        self.verification = verification
         self.layer_outputs = layer_outputs
         self.num_drafts = decoder.num_drafts
 
 
 def make_speculation(
-    config: EngineConfig, model: CausalLM, decoder: SpecDecoder | None, sampler: Sampler
+    config: EngineConfig,
+    model: CausalLM,
+    decoder: SpecDecoder | None,
+    sampler: Sampler,
+    device: Device,
+    hooks: Hooks,
+    before: Speculation | None = None,
 ) -> Speculation | None:
-    """None without a decoder."""
+    """None without a decoder. `before`: what the engine had until now, whose measurements stay true."""
     spec = config.speculative_config
     if spec is None or decoder is None:
         return None
+    assert config.max_num_seqs is not None
+    verification = before.verification if before else None
+    verification = verification or Verification(spec, decoder, device, hooks, config.max_num_seqs)
+    if verification.is_budgeted and device.is_cuda and model.triton_attention is None:
+        raise ConfigError(
+            f"verification_schedule='budgeted' with kernel_backend={config.kernel_backend!r} on {device.torch_device}: "
+            "lengths that the device makes need its own attention; use kernel_backend='auto' or 'fixed' verification"
+        )
     rates = spec.conditional_acceptance_rates(decoder.num_drafts)
     outputs = None
     if layer_ids := decoder.target_layer_ids:
         hidden_size, max_tokens = model.config.hidden_size, config.max_num_batched_tokens
         outputs = LayerOutputs(layer_ids, hidden_size, max_tokens, model.dtype, model.device)
-    return Speculation(decoder, RejectionSampler(sampler, spec.rejection_sample_method, rates), outputs)
+    rejection_sampler = RejectionSampler(sampler, spec.rejection_sample_method, rates)
+    return Speculation(decoder, rejection_sampler, verification, outputs)
 
 
 class DraftedWork(StepWork):
-    """The work of a step in which requests may have drafts: l = r + drafts rows of logits."""
+    """The work of a step in which requests may have drafts: l = r + drafts rows of logits, or fewer.
+
+    Args:
+        idx_mapping, num_reqs_padded, num_tokens_padded, metadata: as in StepWork.
+        num_logits: l, or more where only the device knows.
+        budget: how many drafts are verified in all; None verifies every one.
+    """
 
     def __init__(
-        self, runner: ModelRunnerV2, batch: InputBatch, metadata: AttentionMetadata, speculation: Speculation
+        self,
+        runner: ModelRunnerV2,
+        idx_mapping: torch.Tensor,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+        metadata: AttentionMetadata,
+        speculation: Speculation,
+        *,
+        num_logits: int,
+        budget: int | None = None,
     ) -> None:
-        idx_mapping = runner.input_buffers.idx_mapping[: batch.num_reqs]
-        super().__init__(runner, idx_mapping, batch.num_reqs_padded, batch.num_tokens_padded, metadata)
+        super().__init__(runner, idx_mapping, num_reqs_padded, num_tokens_padded, metadata)
         self._speculation = speculation
-        self._has_drafts = batch.num_logits > batch.num_reqs
+        self._budget = budget
+        self._has_drafts = num_logits > idx_mapping.shape[0] or budget is not None
         self._watched = runner.hooks.wants(DRAFT_EVENTS)
-        self.num_logits = batch.num_logits
-        self.cu_num_logits = runner.input_buffers.cu_num_logits[: batch.num_reqs + 1]
+        self.num_logits = num_logits
+        cu_num_logits = (runner.input_buffers if budget is None else speculation.verification).cu_num_logits
+        self.cu_num_logits = cu_num_logits[: idx_mapping.shape[0] + 1]
         self._input_tokens: torch.Tensor | None = None
         self._hidden_states: torch.Tensor | None = None
+
+    @property
+    def is_budgeted(self) -> bool:
+        return self._budget is not None
+
+    def allot_verification(self) -> None:
+        """Gives the step's rows to the drafts that will most likely be accepted; needed under a budget alone."""
+        if self._budget is None:
+            return
+        verification = self._speculation.verification
+        verification.allot(self.idx_mapping, self._buffers.query_start_loc, self._budget)
+        if not self._runner.device.is_cuda:
+            self.metadata = with_lengths_read(self.metadata)
 
     def combine_sampled_and_draft_tokens(self) -> None:
         """4, and notes the drafts: what stands for none is no input of the model."""
@@ -123,6 +173,9 @@ class DraftedWork(StepWork):
             self.output |= output.logprobs.as_dict()
         if self._watched:
             self.output |= self._draft_tensors(step, output)
+        confidences = self._speculation.decoder.confidences
+        if self._speculation.verification.is_budgeted and confidences is not None:
+            self.output[CONFIDENCES] = confidences[self.idx_mapping.long()]  # still those of the drafts just judged
         self._hidden = None
 
     def _draft_tensors(self, step: DraftedStep, output: RejectionSamplerOutput) -> dict[str, torch.Tensor]:
@@ -152,5 +205,12 @@ class DraftedWork(StepWork):
             hidden_states=self._hidden_states,
         )  # fmt: skip
         drafts = self._speculation.decoder.propose(step)
+        drafts = self._speculation.verification.cut(drafts, self.idx_mapping)
         states.draft_tokens.index_copy_(0, self.idx_mapping.long(), drafts)
         self._hidden_states = None
+
+    def decode_step(self, plan: SamplerPlan) -> dict[str, torch.Tensor]:
+        self.allot_verification()
+        output = super().decode_step(plan)
+        self.propose()
+        return output

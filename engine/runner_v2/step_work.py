@@ -69,7 +69,7 @@ class StepWork:
     def prepare_prefill_inputs(self) -> None:
         """2: copies the prompts' tokens of this step into the flat input."""
         prepare_prefill_inputs(
-            self._buffers.input_ids, self._states.next_prefill_tokens, self.idx_mapping, self._buffers.query_start_loc,
+            self._buffers.input_ids, self._states.next_prefill_tokens, self.idx_mapping, self.metadata.query_start_loc,
             self._states.all_token_ids.gpu, self._states.prefill_len.gpu, self._states.num_computed_tokens.gpu,
             form=self._form,
         )  # fmt: skip
@@ -77,14 +77,14 @@ class StepWork:
     def prepare_pos_seq_lens(self) -> None:
         """3: positions and sequence lengths from the computed counts."""
         prepare_pos_seq_lens(
-            self.idx_mapping, self._buffers.query_start_loc, self._states.num_computed_tokens.gpu,
+            self.idx_mapping, self.metadata.query_start_loc, self._states.num_computed_tokens.gpu,
             self._buffers.positions, self._buffers.seq_lens, form=self._form,
         )  # fmt: skip
 
     def combine_sampled_and_draft_tokens(self) -> None:
         """4: puts each decode's last sampled token into the flat input; names the rows to compute logits of."""
         self.logits_indices = combine_sampled_and_draft_tokens(
-            self._buffers.input_ids, self.idx_mapping, self._states.last_sampled_tokens, self._buffers.query_start_loc,
+            self._buffers.input_ids, self.idx_mapping, self._states.last_sampled_tokens, self.metadata.query_start_loc,
             self._buffers.seq_lens, self._states.prefill_len.gpu, self._states.draft_tokens, self.cu_num_logits,
             self.num_logits, form=self._form,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class StepWork:
     def compute_slot_mappings(self) -> None:
         """7."""
         self._tables.compute_slots(
-            self.idx_mapping, self._buffers.query_start_loc, self._buffers.positions, self.num_tokens_padded
+            self.idx_mapping, self.metadata.query_start_loc, self._buffers.positions, self.num_tokens_padded
         )
 
     def forward(self) -> None:
@@ -109,7 +109,7 @@ class StepWork:
         """20, 19: logprobs of the prompts' own tokens, as far as this step has their hidden states."""
         assert self._hidden is not None
         self._runner.sampler.prompt_logprobs.compute(
-            plan, self._hidden, self._runner.model.compute_logits, self.idx_mapping, self._buffers.query_start_loc,
+            plan, self._hidden, self._runner.model.compute_logits, self.idx_mapping, self.metadata.query_start_loc,
             self._states.num_computed_tokens.gpu,
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ class StepWork:
         post_update(
             self.idx_mapping, self._states.num_computed_tokens.gpu, self._states.last_sampled_tokens,
             self._states.total_len.gpu, self._states.all_token_ids.gpu, self._sampled,
-            self._num_sampled, self._num_rejected, self._buffers.query_start_loc,
+            self._num_sampled, self._num_rejected, self.metadata.query_start_loc,
             self._runner.sampler.penalties.output_bin_counts if plan.penalties else None, form=self._form,
         )  # fmt: skip
 

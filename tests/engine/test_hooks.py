@@ -31,6 +31,7 @@ from engine.hooks import (
     Sampled,
     SpanBegun,
     SpanEnded,
+    VerificationBudgeted,
     subscribe,
 )
 from tests.engine.engine_helpers import (
@@ -47,10 +48,10 @@ from tests.engine.engine_helpers import (
     tiny_llm,
 )
 
-# Grammars need a tokenizer: test_sampling_hooks.py.
+# Grammars need a tokenizer: test_sampling_hooks.py. A budget needs drafts: dspark/test_verification.py.
 ALL_TYPES = {
     t for _, t in inspect.getmembers(hooks_module, inspect.isclass) if issubclass(t, Event) and t is not Event
-} - {*ON_REQUEST, GrammarAdvanced, GrammarBitmaskFilled}
+} - {*ON_REQUEST, GrammarAdvanced, GrammarBitmaskFilled, VerificationBudgeted}
 ONLY = {"v1": {RowMoved}, "v2": {BlockTableGathered}}
 """Events that one runner alone has. V1 has no block tables to gather, V2's rows never move."""
 

@@ -165,3 +165,18 @@ def test_a_request_that_sampled_nothing_keeps_its_last_token(form: str) -> None:
         i32(0), computed, last, total, tokens, torch.tensor([[5]]), i32(0), i32(0), i32(0, 3), form=form
     )
     assert (int(computed), int(total), int(last)) == (5, 8, 77) and not tokens.any()
+
+
+@pytest.mark.parametrize("form", ("loop", *FAST_FORMS))
+def test_a_padded_batch_whose_rows_of_logits_are_bounded(form: str) -> None:
+    """Two decodes with two and no drafts, a request that isn't there, and rows of logits that are nobody's."""
+    input_ids = torch.arange(100, 108, dtype=torch.int32)
+    idx, start, cu = i32(1, 0, 2), i32(0, 3, 4, 4), i32(0, 3, 4, 5)
+    last, drafts = torch.tensor([[7], [9], [55]]), torch.tensor([[31, 32], [41, 42], [51, 52]])
+    indices = kernels.combine_sampled_and_draft_tokens(
+        input_ids, idx, last, start, i32(13, 6, 0), i32(2, 5, 0), drafts, cu, 7, form=form
+    )
+    assert input_ids.tolist() == [9, 41, 42, 7, 104, 105, 106, 107]
+    assert indices.tolist() == [0, 1, 2, 3, 3, 0, 0]
+    rows, local = kernels.expand_idx_mapping(idx, 7, cu, form=form)
+    assert rows.tolist() == [1, 1, 1, 0, 2, -1, -1] and local.tolist() == [0, 1, 2, 0, 0, 0, 0]

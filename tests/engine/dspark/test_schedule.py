@@ -49,7 +49,10 @@ def test_threshold() -> None:
 )
 def test_budget(verify: CostTable, budget: int, lengths: list[int]) -> None:
     """T15."""
-    assert choose_budget(StaleConfidences(6, CASE), 7, DRAFT_COST, verify) == budget
+    chosen, expected = choose_budget(StaleConfidences(6, CASE), 7, DRAFT_COST, verify)
+    assert chosen == budget
+    best = sorted(survival(CONFIDENCES).flatten().tolist(), reverse=True)[:budget]
+    assert abs(expected - 3 - sum(best)) < 1e-6
     assert top_budget_lengths(CONFIDENCES, torch.tensor(budget)).tolist() == lengths
 
 
@@ -127,7 +130,7 @@ def test_a_steeper_cost_never_buys_more(rows: list[list[float]], slope: float, m
 
     stale = StaleConfidences(0, rows)
     cheap, dear = (choose_budget(stale, 1, DRAFT_COST, cost(s)) for s in (slope, slope + more))
-    assert dear <= cheap
+    assert dear[0] <= cheap[0]
 
 
 def test_a_budget_of_the_round_itself_is_refused() -> None:
@@ -137,17 +140,22 @@ def test_a_budget_of_the_round_itself_is_refused() -> None:
 
 
 def test_budgets_follow_the_confidences_that_have_arrived() -> None:
-    budgets = Budgets(DRAFT_COST, SLOPED)
-    assert budgets.budget(0, 3, 3) == 9
+    steps = CostTable(tuple(range(40)), tuple(500.0 + 200.0 * t for t in range(40)))
+    doubled = CostTable(tuple(range(40)), tuple(1000.0 + 200.0 * t for t in range(40)))
+    budgets = Budgets({3: steps, 6: doubled})
+    assert budgets.budget(0, 3, 3) == (9, None)
     budgets.observe(StaleConfidences(2, CASE))
     budgets.observe(StaleConfidences(1, [[0.0] * 3] * 3))
-    assert budgets.budget(3, 3, 3) == 5
-    # Twice the requests, twice the budget; never more than there are drafts.
-    assert budgets.budget(4, 6, 3) == 10 and budgets.budget(4, 6, 1) == 6
+    assert budgets.budget(3, 3, 3)[0] == 5
+    # Twice the requests are twice as many like them; and of given budgets the best.
+    assert budgets.budget(4, 6, 3)[0] == 10
+    assert budgets.budget(4, 3, 3, budgets=(0, 3, 9))[0] == 3
+    # A padded step costs what it is padded to.
+    assert budgets.budget(4, 3, 3, num_tokens=20)[0] == 8
     with pytest.raises(ValueError, match="biases the output"):
         budgets.budget(2, 3, 3)
     budgets.observe(StaleConfidences(5, []))
-    assert budgets.budget(6, 2, 3) == 6
+    assert budgets.budget(6, 2, 3) == (6, None)
 
 
 def test_cost_tables() -> None:

@@ -1,0 +1,157 @@
+"""How many drafts of each request a step of runner V2 verifies: dspark/schedule.py inside the step.
+
+What decides is where the lengths are made, since the host launches a step before the device knows them:
+
+- fixed: all drafts there are.
+- threshold, early_stop: the device cuts the drafts as they are proposed. The step was sized for all of them, so this
+  saves no work; it is here for the law and the lengths, to be compared.
+- budgeted: the host chooses, from confidences of an earlier round, how many rows the whole step has, and the device
+  gives them to the drafts that will most likely be accepted. This step is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..attention import AttentionMetadata
+from ..device import Device
+from ..dspark.costs import CostTable
+from ..dspark.schedule import Budgets, StaleConfidences, early_stop_lengths, threshold_lengths, top_budget_lengths
+from ..hooks import Hooks, VerificationBudgeted
+from ..spec_decode import NO_DRAFT, SpecDecoder
+from ..speculative_config import SpeculativeConfig
+
+MeasureStep = Callable[[int, int], float]
+"""Seconds of a step of (requests, tokens)."""
+
+
+class Verification:
+    """The schedule of an engine.
+
+    Args:
+        decoder: its `confidences` decide, unless the schedule is "fixed".
+        max_num_reqs: R.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, decoder: SpecDecoder, device: Device, hooks: Hooks, max_num_reqs: int
+    ) -> None:
+        self.schedule = config.verification_schedule
+        self._threshold = config.confidence_threshold
+        self._decoder, self._device, self._hooks = decoder, device, hooks
+        self._num_drafts = decoder.num_drafts
+        self._round = 0
+        self._budgets = Budgets({})
+        # Of a step that verifies that many tokens: all the same until it was measured.
+        self._steps_per_second = torch.ones(
+            max_num_reqs * (self._num_drafts + 1) + 1, dtype=torch.float32, device=device.torch_device
+        )
+        # What the device makes of a step's index under a budget, i32 [R + 1] each.
+        self.query_start_loc = device.zeros(max_num_reqs + 1, dtype=torch.int32)
+        self.cu_num_logits = device.zeros(max_num_reqs + 1, dtype=torch.int32)
+
+    @property
+    def is_budgeted(self) -> bool:
+        return self.schedule == "budgeted"
+
+    @property
+    def captured_drafts(self) -> tuple[int, ...]:
+        """Verified drafts a request, on average, for which a step is captured."""
+        n = self._num_drafts
+        return tuple(sorted({0, 1, 2, 3, 5, n} & set(range(n + 1)))) if self.is_budgeted else (n,)
+
+    # -- at start ------------------------------------------------------------------------------------------------------
+
+    def measure(self, sizes: Mapping[int, Sequence[int]], measure: MeasureStep, *, is_captured: bool) -> None:
+        """Fills the cost tables, for the schedules that divide by them. Waits for the device.
+
+        Args:
+            sizes: the numbers of tokens to measure, by number of requests.
+            measure: of a whole step, drafting included.
+            is_captured: a step of a size in between is run at the next larger one.
+        """
+        if self.schedule not in ("early_stop", "budgeted"):
+            return
+        tables = {}
+        for num_reqs, tokens in sizes.items():
+
+            def cost(num_tokens: int, num_reqs: int = num_reqs) -> float:
+                return measure(num_reqs, num_tokens) * 1e6
+
+            limit = max(tokens) if is_captured else 0
+            tables[num_reqs] = CostTable.measured(sorted(tokens), cost, limit, repeats=3)
+        self._budgets = Budgets(tables)
+        by_tokens = {table.sizes[-1]: table.costs[-1] for table in tables.values()}
+        every = CostTable.measured(sorted(by_tokens), by_tokens.__getitem__, repeats=1)
+        rates = 1e6 / np.array(every.up_to(len(self._steps_per_second) - 1))
+        self._steps_per_second.copy_(torch.from_numpy(rates.astype(np.float32)))
+
+    # -- on the host, in a step ----------------------------------------------------------------------------------------
+
+    def budget(self, num_reqs: int, num_reqs_padded: int, budgets: Sequence[int] | None = None) -> int:
+        """How many drafts this step verifies in all, one of the ascending `budgets` if they are given."""
+        self._round += 1
+        everything = num_reqs_padded * self._num_drafts
+        if not self.is_budgeted:
+            return everything
+        chosen, expected = self._budgets.budget(
+            self._round, num_reqs, self._num_drafts, num_tokens=num_reqs_padded, budgets=budgets
+        )
+        if VerificationBudgeted in self._hooks.wanted:
+            self._hooks.emit(
+                VerificationBudgeted(*self._hooks.stamp(), num_reqs, num_reqs * self._num_drafts, chosen, expected)
+            )
+        return chosen
+
+    def observer(self) -> Callable[[np.ndarray], None] | None:
+        """Who wants the confidences of this round's drafts once they are on the host, f32 [r, N]; None: nobody."""
+        if not self.is_budgeted:
+            return None
+        this_round = self._round
+        return lambda confidences: self._budgets.observe(StaleConfidences(this_round, confidences))
+
+    # -- on the device -------------------------------------------------------------------------------------------------
+
+    def cut(self, drafts: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """Drafts i64 [r, N] of the rows `idx_mapping` without those that the schedule leaves out at once."""
+        if self.schedule not in ("threshold", "early_stop"):
+            return drafts
+        confidences = self._confidences(idx_mapping)
+        if self.schedule == "threshold":
+            assert self._threshold is not None
+            lengths = threshold_lengths(confidences, self._threshold)
+        else:
+            lengths = early_stop_lengths(confidences, self._steps_per_second)
+        number = torch.arange(drafts.shape[1], device=drafts.device)
+        return drafts.masked_fill(number >= lengths.unsqueeze(1), NO_DRAFT)
+
+    def allot(self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, budget: int) -> None:
+        """Makes `query_start_loc` and `cu_num_logits` of a step that verifies `budget` drafts in all.
+
+        Args:
+            idx_mapping: i32 [r].
+            query_start_loc: i32 [>= r + 1], with all drafts that have room; padding has no tokens, and keeps one row
+                of logits.
+        """
+        r = idx_mapping.shape[0]
+        most = query_start_loc[1 : r + 1] - query_start_loc[:r]
+        budget_on_device = torch.full((), budget, dtype=torch.int32, device=idx_mapping.device)
+        lengths = top_budget_lengths(self._confidences(idx_mapping), budget_on_device)
+        tokens = torch.minimum(lengths + 1, most)
+        torch.cumsum(tokens, 0, dtype=torch.int32, out=self.query_start_loc[1 : r + 1])
+        torch.cumsum(tokens.clamp(min=1), 0, dtype=torch.int32, out=self.cu_num_logits[1 : r + 1])
+
+    def _confidences(self, idx_mapping: torch.Tensor) -> torch.Tensor:
+        assert self._decoder.confidences is not None, "checked when the engine was made"
+        return self._decoder.confidences[idx_mapping.long()]
+
+
+def with_lengths_read(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Called on the stream of a CPU: with the lengths that its device tensor holds by then, by which its attention
+    groups requests."""
+    start = metadata.query_start_loc[: metadata.num_reqs + 1].numpy().copy()
+    return replace(metadata, query_start_loc_np=start, num_tokens=int(start[-1]), num_decodes=0)
