@@ -10,7 +10,7 @@ from typing import Any
 
 from engine import LLM, EngineConfig, SamplingParams
 from engine.config import ConfigError
-from engine.models import LoadedModel
+from engine.models import LoadedModel, ModelNotFoundError
 from engine.worker import unsupported_features
 
 from .closed_loop import LoopRun, count_rounds, run_closed_loop
@@ -157,7 +157,7 @@ def _engines(
                     llm, starts[runner, method.label] = build(loaded, own)
                     stack.callback(llm.close)
                     engines[runner, method] = llm
-            except ConfigError as error:
+            except (ConfigError, ModelNotFoundError) as error:
                 if method.given or method is NONE:
                     raise
                 problems = [str(error)]

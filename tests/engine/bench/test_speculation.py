@@ -272,7 +272,7 @@ def test_the_table_of_the_defaults(capsys: pytest.CaptureFixture[str], folder: P
         (["--temperature", "-1"], "--temperature -1.0"),
         (["--prompts", "no-such.jsonl"], "no-such.jsonl: cannot be read"),
         (["--max-tokens", "100000"], "leaves room for 100000 tokens"),
-        (["--speculative-config", "mtp"], "no head is known"),
+        (["--speculative-config", "mtp"], "speculative method 'mtp'"),
         (["--speculative-config", '{"method": "ngrm"}'], "did you mean 'ngram'"),
         (["--speculative-config", "eagle"], "'eagle' is not JSON"),
         (["--workload", "A"], "--workload does not go with --speculation"),
