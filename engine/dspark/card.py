@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,12 @@ def write_card(
         _table("Last steps", reached),
     ]
     (directory / FILE_NAME).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def command_line() -> str:
+    """What was called, without the directories of this machine."""
+    arguments = [Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]]
+    return shlex.join(["runnerscope", *arguments])
 
 
 def add_results(directory: Path, lines: Sequence[str], command: str) -> None:

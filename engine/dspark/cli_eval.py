@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +41,7 @@ def add_eval_parser(actions: Any) -> None:
 
 def run_eval(arguments: argparse.Namespace) -> int:
     """Answers each file of prompts, then replays."""
-    from .card import add_results
+    from .card import add_results, command_line
     from .evaluate import evaluate_draft, evaluate_lookup
     from .evaluate_others import evaluate_mtp, evaluate_ngram, evaluate_none
 
@@ -73,7 +71,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     lines = _table(results, k)
     if arguments.to_card:
         for directory in filter(None, (arguments.draft, arguments.mtp)):
-            add_results(directory, lines, shlex.join(["runnerscope", *sys.argv[1:]]))
+            add_results(directory, lines, command_line())
     print(_json(results, k) if arguments.json else "\n".join(lines))
     return 0
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +88,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Makes the data where there is none yet, then trains."""
     import torch
 
-    from .card import write_card
+    from .card import command_line, write_card
     from .data import Sequences
     from .hidden_states import HiddenStates
     from .loss import LossWeights
@@ -121,8 +119,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     if report is not None:
         made = Sequences.load(data / SEQUENCES)[1]
         tokens = int(sequences.lengths.sum())
-        command = shlex.join(["runnerscope", *sys.argv[1:]])
-        write_card(out, objective, settings, made, tokens, report, trainer, arguments.save_dtype, command)
+        write_card(out, objective, settings, made, tokens, report, trainer, arguments.save_dtype, command_line())
         rates = " ".join(f"{rate:.3f}" for rate in report.accept_rate)
         steps, seconds = trainer.step_number - begin[0], trainer.seconds - begin[1]
         print(f"{steps} steps, {seconds:.0f} s: loss {report.loss:.4f}, tau {report.tau:.3f}")

@@ -15,6 +15,7 @@ from engine import LLM
 from engine.cli.main import build_parser, run
 from engine.dspark import cli, read_draft
 from engine.dspark.calibration import Calibration
+from engine.dspark.card import command_line
 from engine.dspark.training import Trainer
 from engine.spec_decode.mtp_checkpoint import read_mtp
 from tests.engine.dspark.golden import ROOT
@@ -229,3 +230,8 @@ def test_what_is_refused(tmp_path: Path, model: list[str], capsys: pytest.Captur
         code, _, error = call(capsys, *argv)
         assert code == 2 and message in error, error
     assert not (tmp_path / "x").exists()
+
+
+def test_a_card_has_no_directory_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "dspark", "eval", str(tmp_path / "my draft"), "--k", "7", "data/a.jsonl"])
+    assert command_line() == "runnerscope dspark eval 'my draft' --k 7 data/a.jsonl"
