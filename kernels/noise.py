@@ -67,7 +67,8 @@ def log_exponential_torch(words: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def philox_triton(seed, c0, c1, c2, c3):
-    """As `philox`, for an i64 seed and blocks of u32 that are one part of the counter each; bit-equal to `tl.philox`.
+    """As `philox`, for an i64 seed and blocks of u32 that are one part of the counter each; bit-equal to `tl.philox`
+    with as many rounds.
 
     A product is taken whole, in 64 bits: one instruction, where `tl.philox` has one for each half.
     """

@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based generator of `tl.rand`: the same bits in torch, and in plain Python.
+"""Philox4x32-7, the counter-based generator of `tl.rand` in 7 rounds: the same bits in torch, and in plain Python.
 
 One evaluation turns a 64-bit key and a 128-bit counter into four 32-bit words. Any word of any counter can be had at
 once, on any device, in any order: that is what makes a draw a pure function of its name.
@@ -9,7 +9,9 @@ import torch
 
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
-NUM_ROUNDS = 10
+NUM_ROUNDS = 7
+"""The fewest that pass TestU01's batteries up to BigCrush (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
+as 1, 2, 3", SC11). Libraries take 10 for a margin; kernel 18 is bound by these instructions, so here it costs time."""
 _MASK = 0xFFFFFFFF
 # Turns 0 .. 2^31 - 1 into [0, 1): the largest float32 product is 1 - 2^-24.
 UNIFORM_SCALE = 4.6566127342e-10
@@ -43,7 +45,8 @@ def philox(
     c2: torch.Tensor,
     c3: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the four words of every counter as i32 tensors of the broadcast shape, bit-equal to `tl.philox`.
+    """Return the four words of every counter as i32 tensors of the broadcast shape, bit-equal to `tl.philox`
+    with as many rounds.
 
     Torch has no unsigned 32-bit multiply, so words live in i64: a product wraps modulo 2^64 and its bits 32..63 are
     right whatever its sign. Only factors have to be cut to 32 bits, xor operands need not be. Parts that are the same
@@ -61,7 +64,7 @@ def philox(
 
 
 def randint(seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Return random i32 of the broadcast shape, bit-equal to `tl.randint(seed, offset)` for i32 or i64 offsets.
+    """Return random i32 of the broadcast shape, bit-equal to `tl.randint(seed, offset, NUM_ROUNDS)`, offset i32 or i64.
 
     An i64 offset fills two parts of the counter, an i32 one only the first, as in Triton.
     """
@@ -70,7 +73,7 @@ def randint(seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
 
 
 def rand(seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Return f32 in [0, 1) of the broadcast shape, bit-equal to `tl.rand(seed, offset)` for i32 or i64 offsets."""
+    """Return f32 in [0, 1) of the broadcast shape, bit-equal to `tl.rand(seed, offset, NUM_ROUNDS)`, i32 or i64."""
     return uniform(randint(seed, offset))
 
 

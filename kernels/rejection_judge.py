@@ -1,5 +1,6 @@
 """Kernels 23 to 26 of rejection.py, as Triton compiles them: which drafts are accepted."""
 
+from kernels.noise import philox_triton
 from kernels.triton_support import tl, triton
 
 
@@ -92,7 +93,7 @@ def judge_kernel(
     position = tl.load(positions_ptr + begin + k, mask=is_draft, other=0)
     zero = (k * 0).to(tl.uint32)
     place = ((position >> 32) + k).to(tl.uint32)
-    word, _, _, _ = tl.philox(tl.load(seeds_ptr + state), zero, position.to(tl.uint32), zero + ACCEPT, place)
+    word, _, _, _ = philox_triton(tl.load(seeds_ptr + state), zero, position.to(tl.uint32), zero + ACCEPT, place)
     u = tl.uint_to_uniform_float(word)
     tl.store(target_probs_ptr + begin + k, p, mask=is_draft)
     tl.store(draft_probs_ptr + begin + k, q, mask=is_draft)

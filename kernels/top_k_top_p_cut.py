@@ -15,7 +15,7 @@ The logits are read once: for the maximum of each tile. The k-th largest maximum
 so that the few tiles above it hold all that matters; their tokens above it, the candidates, fit into registers.
 """
 
-from kernels.noise import log_exponential_triton
+from kernels.noise import log_exponential_triton, philox_triton
 from kernels.triton_support import tl, triton
 
 
@@ -239,7 +239,7 @@ def cut_kernel(
             kept = valid & ((keys > cut_key) | ((keys == cut_key) & (ids <= cut_id)))
             zero = (ids * 0).to(tl.uint32)
             position = tl.load(positions_ptr + row)
-            w0, w1, w2, w3 = tl.philox(
+            w0, w1, w2, w3 = philox_triton(
                 tl.load(seeds_ptr + state),
                 (ids // (4 * LANES) * LANES + ids % LANES).to(tl.uint32),
                 zero + position.to(tl.uint32),
