@@ -16,6 +16,8 @@ from .request import Request
 
 if TYPE_CHECKING:
     from .core import EngineCore
+    from .dspark.calibration import Calibration
+    from .dspark.costs import CostTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,21 @@ class Snapshot:
     in_flight: tuple[InFlightView, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationView:
+    """How the drafts of an engine are judged: settled when it was made, and the same at every step.
+
+    `calibration` is what the drafter's confidences have gone through, None where they are the head's own. `step_costs`,
+    by number of requests, are the microseconds of a whole step by its tokens, where a schedule was measured for them.
+    """
+
+    method: str
+    num_drafts: int
+    verification_schedule: str
+    calibration: Calibration | None
+    step_costs: tuple[tuple[int, CostTable], ...]
+
+
 class PendingSnapshot:
     """A snapshot whose device part is still being copied. `result()` waits for the copies, the first time."""
 
@@ -159,6 +176,17 @@ def take(core: EngineCore) -> PendingSnapshot:
     }
     pending_views = v2_views.pending_views if core.use_v2 else v1_views.pending_views
     return PendingSnapshot(host, pending_views(runner))
+
+
+def speculation_view(core: EngineCore) -> SpeculationView | None:
+    """None for an engine without drafts."""
+    spec, decoder = core.config.speculative_config, core.runner.decoder
+    if spec is None or decoder is None:
+        return None
+    costs = core.runner.speculation.verification.step_costs if core.use_v2 else {}
+    return SpeculationView(
+        spec.method, decoder.num_drafts, spec.verification_schedule, decoder.calibration, tuple(costs.items())
+    )
 
 
 def _request_view(request: Request, block_ids: list[int]) -> RequestView:

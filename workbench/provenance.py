@@ -11,7 +11,10 @@ import torch
 
 from engine import LLM
 from engine.bench.machine import commit, device_name
+from engine.snapshot import speculation_view
 from kernels import resolve_form
+
+from .codec import encode
 
 
 def describe(llm: LLM) -> dict[str, Any]:
@@ -24,4 +27,5 @@ def describe(llm: LLM) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": dataclasses.asdict(llm.config),
+        "speculation": encode(speculation_view(llm.core)),
     }

@@ -62,6 +62,7 @@ class DSparkDecoder(SpecDecoder):
             torch.zeros(num_rows, dtype=torch.int32, device=device),
             torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device),
         )
+        self.calibration = calibration
         self._divisors = calibration.divisors(device)[:num_drafts] if calibration is not None else None
         self._kv_cache: Tensor | None = None
         self.confidences: Tensor | None = None

@@ -158,6 +158,11 @@ def choose_budget(
     return int(possible[best]), float(expected[best])
 
 
+def step_costs_of(tables: Mapping[int, CostTable], num_reqs: int) -> CostTable:
+    """The table that stands for ``num_reqs`` requests: of the next larger number that was measured, or the largest."""
+    return tables[min((size for size in tables if size >= num_reqs), default=max(tables))]
+
+
 class Budgets:
     """The host's half of "budgeted" over time: takes confidences as they arrive, gives budgets for the rounds to come.
 
@@ -166,7 +171,7 @@ class Budgets:
     """
 
     def __init__(self, step_costs: Mapping[int, CostTable]) -> None:
-        self._step_costs = dict(sorted(step_costs.items()))
+        self.step_costs = dict(sorted(step_costs.items()))
         self._latest: StaleConfidences | None = None
 
     def observe(self, confidences: StaleConfidences) -> None:
@@ -190,10 +195,9 @@ class Budgets:
             ValueError: what was observed last is of this very round, see `choose_budget`.
         """
         stale = self._latest
-        if stale is None or not len(stale.values) or not self._step_costs:
+        if stale is None or not len(stale.values) or not self.step_costs:
             return (num_reqs * num_drafts if budgets is None else budgets[-1]), None
-        size = next((size for size in self._step_costs if size >= num_reqs), max(self._step_costs))
         return choose_budget(
-            stale, current_round, None, self._step_costs[size], num_reqs=num_reqs, num_tokens=num_tokens,
-            budgets=budgets,
+            stale, current_round, None, step_costs_of(self.step_costs, num_reqs), num_reqs=num_reqs,
+            num_tokens=num_tokens, budgets=budgets,
         )  # fmt: skip

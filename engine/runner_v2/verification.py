@@ -59,6 +59,11 @@ class Verification:
         return self.schedule == "budgeted"
 
     @property
+    def step_costs(self) -> Mapping[int, CostTable]:
+        """By number of requests, microseconds of a whole step by its tokens; empty where no schedule asks for it."""
+        return self._budgets.step_costs
+
+    @property
     def captured_drafts(self) -> tuple[int, ...]:
         """Verified drafts a request, on average, for which a step is captured."""
         n = self._num_drafts
@@ -102,9 +107,8 @@ class Verification:
             self._round, num_reqs, self._num_drafts, num_tokens=num_reqs_padded, budgets=budgets
         )
         if VerificationBudgeted in self._hooks.wanted:
-            self._hooks.emit(
-                VerificationBudgeted(*self._hooks.stamp(), num_reqs, num_reqs * self._num_drafts, chosen, expected)
-            )
+            stamp, drafts = self._hooks.stamp(), num_reqs * self._num_drafts
+            self._hooks.emit(VerificationBudgeted(*stamp, num_reqs, drafts, num_reqs_padded, chosen, expected))
         return chosen
 
     def observer(self) -> Callable[[np.ndarray], None] | None:

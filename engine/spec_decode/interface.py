@@ -10,11 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..attention import AttentionMetadata
+
+if TYPE_CHECKING:
+    from ..dspark.calibration import Calibration
 
 NO_DRAFT = -1
 """Stands for no draft, and for none behind it; never an input of the model."""
@@ -67,6 +71,8 @@ class SpecDecoder(ABC):
     """Layers of the target whose outputs it listens to; -1 is the embedding's."""
     confidences: torch.Tensor | None = None
     """f32 [R, N], by row: the chance that each of the last drafts is accepted, where the drafter says so."""
+    calibration: Calibration | None = None
+    """What the confidences have gone through; None: they are the head's own."""
     on_host = False
     """It can work from tokens that the host knows: `propose_from_tokens`."""
 

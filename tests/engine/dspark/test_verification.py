@@ -14,6 +14,7 @@ from engine import LLM, ConfigError, SamplingParams
 from engine.dspark.costs import CostTable
 from engine.dspark.schedule import Budgets
 from engine.hooks import DraftVerified, Event, InputsPrepared, VerificationBudgeted
+from engine.snapshot import speculation_view
 from tests.engine.dspark.golden import ROOT, golden
 from tests.engine.dspark.test_engine import MODEL, engine
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, ids, prompt_of, run_trace
@@ -125,7 +126,12 @@ def test_a_budget_makes_the_step_smaller(captured: bool, monkeypatch: pytest.Mon
 
 def test_costs_are_measured_at_start() -> None:
     with engine("vanilla", "plain", **spec_of("budgeted")) as llm:
-        tables = llm.core.runner.speculation.verification._budgets._step_costs
+        view = speculation_view(llm.core)
+    assert view is not None
+    assert (view.method, view.num_drafts, view.verification_schedule, view.calibration) == (
+        "dspark", NUM_DRAFTS, "budgeted", None,
+    )  # fmt: skip
+    tables = dict(view.step_costs)
     assert set(tables) == {1, 5}
     assert tables[1].sizes == (1, 2, 4, 6) and tables[5].sizes == (5, 10, 20, 30)
     assert all(0 < cost < 60e6 for table in tables.values() for cost in table.costs)
