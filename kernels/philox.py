@@ -10,8 +10,8 @@ import torch
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
 NUM_ROUNDS = 7
-"""The fewest that pass TestU01's batteries up to BigCrush (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
-as 1, 2, 3", SC11). Libraries take 10 for a margin; kernel 18 is bound by these instructions, so here it costs time."""
+"""The fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11).
+Libraries take 10 for a margin; kernel 18 is bound by these instructions, so here it would cost time."""
 _MASK = 0xFFFFFFFF
 # Turns 0 .. 2^31 - 1 into [0, 1): the largest float32 product is 1 - 2^-24.
 UNIFORM_SCALE = 4.6566127342e-10
