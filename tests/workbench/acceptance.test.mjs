@@ -49,8 +49,19 @@ test("the histogram has every count, and the diagram a point for each bin", () =
     history.rows.forEach(([length, counts], j) => {
       assert.deepEqual(texts(rows[j].querySelectorAll("td")), [length, ...counts.map((count) => count || "")].map(String));
     });
-    assert.equal(section.querySelectorAll("circle").length, reliability.points.length);
-    assert.ok(section.textContent.includes(`ECE ${reliability.ece.toFixed(3)}`));
+    const { stages, head, rows: measures, say, note } = reliability;
+    const svgs = section.querySelectorAll("svg");
+    assert.equal(svgs.length, 2, "before calibration and after");
+    stages.forEach(({ name, points, bars, ece }, j) => {
+      assert.equal(svgs[j].querySelectorAll("circle").length, points.length);
+      const heights = svgs[j].querySelectorAll(".rs-count").map((bar) => Number(bar.getAttribute("height")));
+      const counts = bars.filter(Boolean);
+      assert.deepEqual(heights, counts.map((count) => Number(((36 * count) / Math.max(...bars)).toFixed(1))));
+      assert.ok(section.textContent.includes(`${name}: ECE ${ece.toFixed(3)}`));
+    });
+    const lines = section.querySelector(".rs-reliability").querySelectorAll("tr");
+    assert.deepEqual(lines.map((line) => texts(line.children)), [head, ...measures]);
+    for (const text of [say, note]) assert.ok(section.textContent.includes(text));
   });
   const without = render(acceptance, models.acceptance.many).root;
   assert.equal(without.querySelectorAll("circle").length, 0);

@@ -6,11 +6,20 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from engine.dspark.calibration import Calibration, PositionQuality
 from engine.hooks import DraftProposed, DraftVerified, Sampled
+from engine.snapshot import SpeculationView
 from tests.workbench.fixtures import PIECES, make_recording
+from workbench.codec import encode
 from workbench.recording import Recording, StepRecord
 
 MAX_DRAFTS = 4
+CALIBRATION = Calibration(
+    (1.5, 0.8, 2.0, 1.0),
+    321,
+    tuple(PositionQuality(0.1 + k / 100, 0.8, 0.2, 0.5) for k in range(MAX_DRAFTS)),
+    tuple(PositionQuality(0.01 + k / 100, 0.8, 0.1, 0.5) for k in range(MAX_DRAFTS)),
+)
 
 
 def make_round(
@@ -31,10 +40,13 @@ def make_round(
     )
 
 
-def make_drafted_recording(method: str = "standard", confident: bool = False, **kwargs: Any) -> Recording:
+def make_drafted_recording(
+    method: str = "standard", confident: bool = False, calibrated: bool = False, **kwargs: Any
+) -> Recording:
     """`make_recording`, with a round before every token; the tokens themselves stay as they are."""
     plain = make_recording(**kwargs)
-    drafted = Recording(plain.meta, [], plain.token_text, plain.prompts, plain.colors)
+    view = SpeculationView("dspark", MAX_DRAFTS, "fixed", CALIBRATION if calibrated else None, ())
+    drafted = Recording({**plain.meta, "speculation": encode(view)}, [], plain.token_text, plain.prompts, plain.colors)
     for record in plain.steps:
         runners = {}
         for name, done in record.runners.items():

@@ -20,7 +20,7 @@ from workbench import AcceptanceView, Dashboard, Recording
 from workbench.recording import StepRecord
 from workbench.views.acceptance import BLOCKS, CLOSED, HELP, figure, traced, view_model
 from workbench.views.acceptance_figure import OUTCOMES
-from workbench.views.acceptance_numbers import COLUMNS, Round, by_position, confidence_reliability, over_time
+from workbench.views.acceptance_numbers import COLUMNS, Round, by_position, over_time
 
 pytestmark = pytest.mark.slow
 
@@ -91,24 +91,11 @@ def test_accepted_lengths_over_time_count_every_block_once() -> None:
     assert over_time(ROUNDS[:1])["steps"] == [[ROUNDS[0].step] * 2]
 
 
-def test_confidences_are_held_to_prefixes_that_stand() -> None:
-    assert confidence_reliability(ROUNDS) is None and panel()["reliability"] is None
-    rounds = traced(make_drafted_record(confident=True, **LONG))["v2"]
-    found = confidence_reliability(rounds)
-    assert found is not None
-    pairs: list[tuple[float, bool]] = []
-    for one in rounds:
-        product = 1.0
-        for k, confidence in enumerate(one.proposed.confidences or ()):
-            product *= confidence
-            pairs.append((product, one.verified.num_accepted > k))
-    assert found["num"] == len(pairs) == sum(count for *_, count in found["points"])
-    bins = [[pair for pair in pairs if min(int(pair[0] * 10), 9) == i] for i in range(10)]
-    gaps = [abs(sum(said for said, _ in b) - sum(stood for _, stood in b)) for b in bins]
-    assert found["ece"] == pytest.approx(sum(gaps) / len(pairs), abs=1e-4)
-    assert [point[2] for point in found["points"]] == [len(b) for b in bins if b]
+def test_confidences_stand_in_the_blocks_and_in_a_diagram() -> None:
+    assert panel()["reliability"] is None and "<circle" not in figure(RECORD)._repr_html_()
     shown = panel(record=make_drafted_record(confident=True, **LONG))
     assert {name for block in shown["blocks"] for cell in block["cells"] for name, _ in cell["v"]} == set("pquc")
+    assert [stage["name"] for stage in shown["reliability"]["stages"]] == ["as the head says it"]
 
 
 def test_synthetic_acceptance_is_marked_in_both_twins() -> None:
@@ -136,7 +123,7 @@ def test_what_is_not_there_is_said() -> None:
 
 
 def test_the_static_twin_has_every_word_of_the_model_and_no_markup_of_a_token() -> None:
-    record = make_drafted_record(confident=True, **LONG)
+    record = make_drafted_record(confident=True, calibrated=True, **LONG)
     names = [r for r, _, _ in view_model(record)["requests"]]
     evil = PIECES.index(EVIL)
     request = next(
@@ -153,9 +140,13 @@ def test_the_static_twin_has_every_word_of_the_model_and_no_markup_of_a_token() 
                     assert text in words
         for line in one["positions"]:
             assert " / ".join(map(str, line["of"])) in words
-        for text in (one["say"], one["rule"], one["more"], f"ECE {one['reliability']['ece']:.3f}"):
+        found = one["reliability"]
+        cells = [text for row in (found["head"], *found["rows"]) for text in row]
+        errors = [f"{stage['name']}: ECE {stage['ece']:.3f}" for stage in found["stages"]]
+        for text in (one["say"], one["rule"], one["more"], found["say"], found["note"], *cells, *errors):
             assert text in words
-        assert page.count("<circle") == sum(len(p["reliability"]["points"]) for p in model["panels"])
+    stages = [stage for one in model["panels"] for stage in one["reliability"]["stages"]]
+    assert page.count("<circle") == sum(len(stage["points"]) for stage in stages) > 10
     assert repr(figure(record, request)).startswith(f"<acceptance of request {request}")
 
 
@@ -202,7 +193,8 @@ def test_a_trained_drafters_confidences_reach_the_diagram() -> None:
     (shown,) = view_model(session.run_until("end"))["panels"]
     drafts = [cell for block in shown["blocks"] for cell in block["cells"] if cell["v"]]
     assert drafts and all([name for name, _ in cell["v"]] == ["p", "q", "u", "c"] for cell in drafts)
-    assert shown["reliability"]["num"] == sum(one["of"][2] for one in shown["positions"])
+    (stage,) = shown["reliability"]["stages"]
+    assert sum(stage["bars"]) == sum(one["of"][2] for one in shown["positions"])
 
 
 def test_a_step_is_traced_only_while_the_view_is_open() -> None:

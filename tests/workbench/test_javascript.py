@@ -43,7 +43,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models["sampling"] = {name: sampling.view_model(record) for name, record in drawn.items()}
     drafted = {
         "closed": make_record(),
-        "small": make_drafted_record(confident=True, requests=2, steps=30, max_tokens=24, blocks=128),
+        "small": make_drafted_record(confident=True, calibrated=True, requests=2, steps=30, max_tokens=24, blocks=128),
         "many": make_drafted_record(requests=64, blocks=512, rows=64, steps=6),
         "synthetic": make_drafted_record(method="synthetic", runners=("v1",)),
     }

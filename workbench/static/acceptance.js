@@ -1,9 +1,9 @@
 // The acceptance view: the drafts of each block and what became of them, and numbers of all of them.
 import { mount } from "./common.js";
-import { el, heading, pieces, svg, title } from "./dom.js";
+import { el, heading, pieces } from "./dom.js";
+import { reliability } from "./reliability.js";
 
 const OUTCOMES = ["accepted", "rejected", "dropped", "corrected", "bonus"];
-const SIDE = 168;
 const percent = (share) => `${(100 * share).toFixed(0)} %`;
 
 const head = (names) => el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col" }, name))));
@@ -40,17 +40,6 @@ function over({ steps, rows, totals }) {
     table("accepted lengths over time", ["accepted", ...names, "all"], lines));
 }
 
-function diagram({ points, num, ece }) {
-  const most = Math.max(...points.map(([, , count]) => count));
-  const dots = points.map(([said, happened, count]) =>
-    svg("circle", { cx: (SIDE * said).toFixed(1), cy: (SIDE * (1 - happened)).toFixed(1), r: (2 + 5 * Math.sqrt(count / most)).toFixed(1) },
-      title(`said ${said.toFixed(3)}, happened ${happened.toFixed(3)}, ${count} prefixes`)));
-  const size = SIDE + 16;
-  return el("div", {}, el("p", { class: "rs-quiet" }, `confidence of a prefix → share accepted ↑; ${num} prefixes, ECE ${ece.toFixed(3)}`),
-    svg("svg", { viewBox: `-8 -8 ${size} ${size}`, width: size, height: size, role: "img", "aria-label": "reliability of the confidences" },
-      svg("rect", { width: SIDE, height: SIDE }), svg("line", { x1: 0, y1: SIDE, x2: SIDE, y2: 0 }), dots));
-}
-
 function panel(one) {
   return el("section", { class: "rs-panel" },
     el("p", {}, el("b", {}, one.title), ` ${one.rule}: ${one.say}`),
@@ -59,11 +48,10 @@ function panel(one) {
       el("div", { class: "rs-blocks" }, one.more ? el("p", { class: "rs-quiet" }, one.more) : null,
         table(`blocks of ${one.title}`, ["position", "accepted", "block"], one.blocks.map(block))),
       el("div", { class: "rs-numbers" },
-        el("div", { class: "rs-parts" },
-          el("div", {}, el("p", { class: "rs-quiet" }, "acceptance of the k-th draft: of those reached, and of all"),
-            table(`acceptance by position of ${one.title}`, ["k", "conditional", "prefix", "stand / reached / all"], one.positions.map(position))),
-          one.reliability ? diagram(one.reliability) : null),
-        over(one.history))));
+        el("div", {}, el("p", { class: "rs-quiet" }, "acceptance of the k-th draft: of those reached, and of all"),
+          table(`acceptance by position of ${one.title}`, ["k", "conditional", "prefix", "stand / reached / all"], one.positions.map(position))),
+        over(one.history))),
+    one.reliability ? reliability(one.reliability) : null);
 }
 
 function choices(requests) {

@@ -15,8 +15,9 @@ from ..html import Html
 from ..recording import StepRecord
 from ..widget import LiveView
 from .acceptance_figure import draw as draw_figure
-from .acceptance_numbers import Round, by_position, confidence_reliability, over_time
+from .acceptance_numbers import Round, by_position, over_time
 from .pieces import piece
+from .reliability import confidence_reliability
 
 BLOCKS = 8
 """So many of a request's blocks are shown, the newest."""
@@ -113,6 +114,7 @@ def _panel(runner: str, rounds: Sequence[Round], request_id: str, record: StepRe
     own = [one for one in rounds if one.proposed.request_id == request_id]
     earlier = len(own) - BLOCKS
     accepted = sum(one.verified.num_accepted for one in rounds)
+    speculation = record.history.meta.get("speculation") or {}
     return {
         "title": runner.upper(),
         "rule": f"{method} rejection",
@@ -125,7 +127,7 @@ def _panel(runner: str, rounds: Sequence[Round], request_id: str, record: StepRe
         "more": f"{earlier} earlier" if earlier > 0 else "",
         "positions": by_position(rounds),
         "history": over_time(rounds),
-        "reliability": confidence_reliability(rounds),
+        "reliability": confidence_reliability(rounds, speculation.get("calibration")),
     }
 
 

@@ -1,4 +1,4 @@
-"""The static twin of the acceptance view: HTML tables with inline styles, the reliability diagram as SVG."""
+"""The static twin of the acceptance view: HTML tables with inline styles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..html import Markup, h, join
+from .reliability_figure import draw as draw_reliability
 
 _QUIET = "color:#667078"
 _CELL = "padding:2px 6px;border:0;background-color:#fff;text-align:left;vertical-align:top;white-space:nowrap"
@@ -21,8 +22,6 @@ OUTCOMES = {
     "corrected": "background:#fbe7c0;border-top:3px solid #E69F00",
     "bonus": "background:#c9e7f8;border-top:3px solid #0072B2",
 }
-SIDE = 168
-"""Of the diagram, in pixels."""
 
 
 def draw(model: Mapping[str, Any]) -> Markup:
@@ -34,13 +33,14 @@ def draw(model: Mapping[str, Any]) -> Markup:
 
 def _panel(panel: Mapping[str, Any]) -> Markup:
     warning = h("div", panel["synthetic"], style="color:#b34700;font-weight:600") if panel["synthetic"] else None
-    reliability = _reliability(panel["reliability"]) if panel["reliability"] else None
-    numbers = h("div", h("div", _positions(panel), reliability, style=_PARTS), _history(panel["history"]))
+    reliability = draw_reliability(panel["reliability"]) if panel["reliability"] else None
+    numbers = h("div", _positions(panel), _history(panel["history"]))
     return h(
         "div",
         h("div", h("b", panel["title"]), f" {panel['rule']}: {panel['say']}"),
         warning,
         h("div", _blocks(panel), numbers, style=_PARTS),
+        reliability,
         style="margin-bottom:10px",
     )
 
@@ -98,35 +98,6 @@ def _history(history: Mapping[str, Any]) -> Markup:
         ]
         rows.append(h("tr", h("td", length, style=_NUMBER), cells))
     return h("div", h("small", "blocks by accepted length, in each stretch of steps", style=_QUIET), _table(head, rows))
-
-
-def _reliability(found: Mapping[str, Any]) -> Markup:
-    most = max(count for *_, count in found["points"])
-    points = [
-        h(
-            "circle",
-            h("title", f"said {said:.3f}, happened {happened:.3f}, {count} prefixes"),
-            cx=round(SIDE * said, 1),
-            cy=round(SIDE * (1 - happened), 1),
-            r=round(2 + 5 * (count / most) ** 0.5, 1),
-            fill="#56B4E9",
-            stroke="#0072B2",
-        )
-        for said, happened, count in found["points"]
-    ]
-    plot = h(
-        "svg",
-        h("rect", width=SIDE, height=SIDE, fill="#f4f5f6"),
-        h("line", x1=0, y1=SIDE, x2=SIDE, y2=0, stroke="#8c959f", stroke_dasharray="4 3"),
-        points,
-        viewBox=f"-8 -8 {SIDE + 16} {SIDE + 16}",
-        width=SIDE + 16,
-        height=SIDE + 16,
-        role="img",
-        aria_label="reliability of the confidences",
-    )
-    say = f"confidence of a prefix → share accepted ↑; {found['num']:,} prefixes, ECE {found['ece']:.3f}"
-    return h("div", h("small", say, style=_QUIET), h("div", plot))
 
 
 def _table(head: Markup, rows: list[Markup]) -> Markup:

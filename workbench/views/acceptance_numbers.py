@@ -1,4 +1,4 @@
-"""Numbers of drafts that were judged: acceptance by position, accepted lengths over time, confidences held to outcomes.
+"""Numbers of drafts that were judged: acceptance by position, and accepted lengths over time.
 
 A round is the drafts of one request in one step. Position k counts from 1.
 """
@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.dspark.calibration import ece, reliability
 from engine.hooks import DraftProposed, DraftVerified
 
 COLUMNS = 16
 """At most so many stretches of time."""
-BINS = 10
 
 
 class Round(NamedTuple):
@@ -70,28 +68,4 @@ def over_time(rounds: Sequence[Round]) -> dict[str, Any]:
         "steps": [[begin, min(begin + width - 1, last)] for begin in edges],
         "rows": [[length, counts[length].tolist()] for length in reversed(range(len(counts)))],
         "totals": counts.sum(axis=0).tolist(),
-    }
-
-
-def confidence_reliability(rounds: Sequence[Round]) -> dict[str, Any] | None:
-    """The reliability diagram, None without confidences.
-
-    As a draft's confidences are used, so they are judged: the product of the first k against whether all of these
-    drafts were accepted. `points`: of each bin that is not empty the mean product, the share accepted, and the count.
-    """
-    products: list[float] = []
-    outcomes: list[bool] = []
-    for one in rounds:
-        if one.proposed.confidences is not None:
-            products += np.cumprod(one.proposed.confidences).tolist()
-            outcomes += [k < one.verified.num_accepted for k in range(one.num_drafts)]
-    if not products:
-        return None
-    said, happened = np.array(products), np.array(outcomes, dtype=np.float64)
-    counts, means, shares = reliability(said, happened, BINS)
-    points = zip(means.round(4).tolist(), shares.round(4).tolist(), counts.tolist(), strict=True)
-    return {
-        "points": [list(point) for point in points if point[2]],
-        "num": len(products),
-        "ece": round(ece(said, happened, BINS), 4),
     }
