@@ -122,18 +122,26 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCostsView:
+    """Microseconds of a whole step of `num_reqs` requests by its tokens, drafting included, as measured at start."""
+
+    num_reqs: int
+    table: CostTable
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationView:
     """How the drafts of an engine are judged: settled when it was made, and the same at every step.
 
-    `calibration` is what the drafter's confidences have gone through, None where they are the head's own. `step_costs`,
-    by number of requests, are the microseconds of a whole step by its tokens, where a schedule was measured for them.
+    `calibration` is what the drafter's confidences have gone through, None where they are the head's own. `step_costs`
+    are there where the schedule goes by them.
     """
 
     method: str
     num_drafts: int
     verification_schedule: str
     calibration: Calibration | None
-    step_costs: tuple[tuple[int, CostTable], ...]
+    step_costs: tuple[StepCostsView, ...]
 
 
 class PendingSnapshot:
@@ -184,9 +192,8 @@ def speculation_view(core: EngineCore) -> SpeculationView | None:
     if spec is None or decoder is None:
         return None
     costs = core.runner.speculation.verification.step_costs if core.use_v2 else {}
-    return SpeculationView(
-        spec.method, decoder.num_drafts, spec.verification_schedule, decoder.calibration, tuple(costs.items())
-    )
+    tables = tuple(StepCostsView(*of) for of in costs.items())
+    return SpeculationView(spec.method, decoder.num_drafts, spec.verification_schedule, decoder.calibration, tables)
 
 
 def _request_view(request: Request, block_ids: list[int]) -> RequestView:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .views.acceptance import AcceptanceView
     from .views.block_tables import BlockTablesView
+    from .views.budget import BudgetView
     from .views.sampling import SamplingView
     from .views.state_rows import StateRowsView
     from .views.step_inputs import StepInputsView
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptanceView",
     "BlockTablesView",
+    "BudgetView",
     "Dashboard",
     "Recording",
     "RunnerStep",
@@ -37,6 +39,7 @@ __all__ = [
 _HOME = {
     "AcceptanceView": "views.acceptance",
     "BlockTablesView": "views.block_tables",
+    "BudgetView": "views.budget",
     "Dashboard": "dashboard",
     "Recording": "recording",
     "RunnerStep": "recording",

@@ -119,9 +119,16 @@ def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
         if kind is type(None):
             if value is None:
                 return None
-        elif (dataclasses.is_dataclass(plain) and isinstance(value, dict)) or type(value) is plain:
+        elif type(value) is _written_as(plain):
             return _decode(kind, value, where)
     raise _wrong(where, " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds), value)
+
+
+def _written_as(kind: Any) -> type:
+    """The JSON type that `encode` makes of a kind."""
+    if dataclasses.is_dataclass(kind):
+        return dict
+    return list if kind is tuple else kind
 
 
 def _wrong(where: str, wanted: str, value: Any) -> RecordingError:

@@ -14,6 +14,7 @@ from .session import RUNNERS, Session
 from .settings import PROMPTS, SAMPLING, engine_defaults, from_form, to_form
 from .views.acceptance import AcceptanceView
 from .views.block_tables import BlockTablesView
+from .views.budget import BudgetView
 from .views.controls import ControlsView
 from .views.sampling import SamplingView
 from .views.state_rows import StateRowsView
@@ -30,6 +31,7 @@ VIEWS: dict[str, type[LiveView]] = {
     "timeline": TimelineView,
     "sampling": SamplingView,
     "acceptance": AcceptanceView,
+    "budget": BudgetView,
 }
 """Every view of a step, by the name of its file and of its place in the grid."""
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.hooks import DraftProposed, DraftVerified, Event, HostWait, SamplingTraced, SpanEnded
+from engine.hooks import (
+    DraftProposed,
+    DraftVerified,
+    Event,
+    HostWait,
+    Sampled,
+    SamplingTraced,
+    SpanEnded,
+    VerificationBudgeted,
+)
 from engine.snapshot import Snapshot
 
 from .codec import RecordingError, decode, decode_event, encode, encode_event
@@ -66,6 +76,16 @@ class RunnerStep:
     def rounds(self) -> tuple[tuple[DraftProposed, DraftVerified], ...]:
         """The drafts whose judgement came in this step, where that was traced."""
         return tuple(zip(self.of(DraftProposed), self.of(DraftVerified), strict=True))
+
+    @functools.cached_property
+    def budgeted(self) -> tuple[VerificationBudgeted, ...]:
+        """How many drafts the host chose to have verified in this step, where a budget was to be chosen."""
+        return tuple(self.of(VerificationBudgeted))
+
+    @functools.cached_property
+    def num_sampled(self) -> Counter[int]:
+        """Of the tokens that came in this step, how many were sampled in which of the engine's steps."""
+        return Counter(event.sampled_in_step for event in self.of(Sampled))
 
     @functools.cached_property
     def engine_step(self) -> int:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import workbench
+from tests.workbench.budgeted import make_budgeted_record
 from tests.workbench.drafted import make_drafted_record
 from tests.workbench.drawn import make_drawn_record
 from tests.workbench.fixtures import make_record
-from workbench.views import acceptance, sampling
+from workbench.views import acceptance, budget, sampling
 from workbench.widget import load_module
 
 HERE = Path(__file__).parent
@@ -48,6 +49,12 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "synthetic": make_drafted_record(method="synthetic", runners=("v1",)),
     }
     models["acceptance"] = {name: acceptance.view_model(record) for name, record in drafted.items()}
+    budgets = {
+        "closed": make_record(),
+        "small": make_budgeted_record(steps=20),
+        "unmeasured": make_budgeted_record(measured=False),
+    }
+    models["budget"] = {name: budget.view_model(record) for name, record in budgets.items()}
     (place / "models.json").write_text(json.dumps(models), encoding="utf-8")
     return place
 

@@ -131,7 +131,7 @@ def test_costs_are_measured_at_start() -> None:
     assert (view.method, view.num_drafts, view.verification_schedule, view.calibration) == (
         "dspark", NUM_DRAFTS, "budgeted", None,
     )  # fmt: skip
-    tables = dict(view.step_costs)
+    tables = {of.num_reqs: of.table for of in view.step_costs}
     assert set(tables) == {1, 5}
     assert tables[1].sizes == (1, 2, 4, 6) and tables[5].sizes == (5, 10, 20, 30)
     assert all(0 < cost < 60e6 for table in tables.values() for cost in table.costs)
