@@ -168,7 +168,7 @@ class EngineCore:
             self.recover()
             raise
         self._current = None
-        self.device.emit_spans()
+        self.device.emit_spans(in_a_pause=False)
 
     def _plain_step(self) -> Iterator[str]:
         scheduled = self._schedule()

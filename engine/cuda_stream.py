@@ -21,9 +21,11 @@ _FAR_MS = 10_000.0
 class CudaEvent:
     """A recorded event of a stream. It goes back to `pool` when nobody holds it: one costs more to make than to use."""
 
-    def __init__(self, stream: torch.cuda.Stream, pool: list[torch.cuda.Event]) -> None:
+    __slots__ = ("_pool", "event")
+
+    def __init__(self, stream: torch.cuda.Stream, pool: list[torch.cuda.Event], timing: bool = False) -> None:
         # A blocking event lets the host thread sleep instead of spinning on a core that the launches need.
-        self.event = pool.pop() if pool else torch.cuda.Event(blocking=True)
+        self.event = pool.pop() if pool else torch.cuda.Event(enable_timing=timing, blocking=True)
         self.event.record(stream)
         self._pool = pool
 
@@ -77,7 +79,9 @@ class CudaStream:
         self._hooks = hooks
         self.stream = torch.cuda.Stream(device)
         self._scope = _Scope(self.stream)
-        self._timed: deque[tuple[int, str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._timed: deque[tuple[int, str, CudaEvent, CudaEvent]] = deque()
+        self._last: CudaEvent | None = None
+        """The end of the span that was submitted last, while nothing has come behind it."""
         self._event_pool: list[torch.cuda.Event] = []
         self._timing_pool: list[torch.cuda.Event] = []
         self.tie_clocks()
@@ -88,47 +92,58 @@ class CudaStream:
 
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
         with self._scope:
+            self._last = None
             if not self._hooks.spans:
+                if self._timed:  # their observer has gone
+                    self._timed.clear()
                 fn(*args)
                 return
-            begin, end = self._timing_event(), self._timing_event()
-            begin.record(self.stream)
+            begin = CudaEvent(self.stream, self._timing_pool, timing=True)
             fn(*args)
-            end.record(self.stream)
+            self._last = end = CudaEvent(self.stream, self._timing_pool, timing=True)
             self._timed.append((self._hooks.step, name, begin, end))
 
-    def _timing_event(self) -> torch.cuda.Event:
-        return self._timing_pool.pop() if self._timing_pool else torch.cuda.Event(enable_timing=True)
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """`host`, which is pinned, on the device; the copy is only queued."""
+        self._last = None
+        with self._scope:
+            return host.to(self.stream.device, non_blocking=True)
+
+    @property
+    def num_timed(self) -> int:
+        """Submitted pieces of work whose spans nobody has taken."""
+        return len(self._timed)
 
     def tie_clocks(self) -> None:
         """Notes what the host's clock says at a point of the device's, and waits for the device to do so: when the
         stream is made, and again in each pause, since the two clocks drift apart."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self.stream)
+        event = CudaEvent(self.stream, self._timing_pool, timing=True)
         event.synchronize()
         self._origin = time.perf_counter_ns(), event
 
     def record_event(self) -> CudaEvent:
-        return CudaEvent(self.stream, self._event_pool)
+        # Behind a span its end says the same, and each mark costs the device some microseconds between two steps.
+        return self._last or CudaEvent(self.stream, self._event_pool)
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
+        self._last = None
         self.stream.wait_event(event.event)
 
     def take_spans(self) -> list[Span]:
-        spans = []
-        while self._timed and self._timed[0][3].query():
-            step, name, begin, end = self._timed.popleft()
-            origin_ns, origin = self._origin
-            since_origin = origin.elapsed_time(begin)
-            begin_ns = origin_ns + int(since_origin * 1e6)
-            spans.append(Span(step, name, self.lane, begin_ns, begin_ns + int(begin.elapsed_time(end) * 1e6)))
-            self._timing_pool.append(end)
-            if since_origin > _FAR_MS:
-                self._origin = begin_ns, begin
-            else:
-                self._timing_pool.append(begin)
-        return spans
+        timed = self._timed
+        num_done = len(timed)
+        while num_done and not timed[num_done - 1][3].query():  # in order, so all before one that is done are done
+            num_done -= 1
+        return [self._span(*timed.popleft()) for _ in range(num_done)]
+
+    def _span(self, step: int, name: str, begin: CudaEvent, end: CudaEvent) -> Span:
+        origin_ns, origin = self._origin
+        since_origin = origin.event.elapsed_time(begin.event)
+        begin_ns = origin_ns + int(since_origin * 1e6)
+        if since_origin > _FAR_MS:
+            self._origin = begin_ns, begin
+        return Span(step, name, self.lane, begin_ns, begin_ns + int(begin.event.elapsed_time(end.event) * 1e6))
 
     def reset(self) -> None:
         self._timed.clear()

@@ -7,8 +7,10 @@ function computes exists on the host only after an event that was recorded behin
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -17,6 +19,10 @@ from .cpu_stream import CpuStream
 from .cuda_stream import CudaStream
 from .hooks import Hooks, HostWait, Lane, SpanBegun, SpanEnded, WaitCounter
 from .streams import Event
+
+SPANS_AT_ONCE = 8
+"""Spans of the compute stream that are read together; more would make one step late for the sake of the others."""
+_begin_ns = attrgetter("begin_ns")
 
 
 class Fetch:
@@ -46,6 +52,8 @@ class Device:
         lanes: tuple[Lane, Lane] = ("compute", "copy")
         make = (lambda lane: CudaStream(lane, hooks, device)) if self.is_cuda else (lambda lane: CpuStream(lane, hooks))
         self.compute, self.copy = (make(lane) for lane in lanes)
+        self._emitting = threading.Lock()
+        hooks.emit_spans = self._emit_last_spans
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """What makes `submit` to the compute stream cheap: open it around a phase or a step of this engine's host."""
@@ -67,8 +75,7 @@ class Device:
         """`host` as the device sees it, in stream order: a copy on CUDA (pin it), the tensor itself on a CPU."""
         if not isinstance(self.compute, CudaStream):
             return host
-        with torch.cuda.stream(self.compute.stream):
-            return host.to(self.torch_device, non_blocking=True)
+        return self.compute.upload(host)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed host tensor, pinned where there is a GPU to copy to."""
@@ -86,7 +93,7 @@ class Device:
             end = time.perf_counter_ns()
             self.waits.add(reason, inside_step, end - begin)
             if HostWait in self.hooks.wanted:
-                self.hooks.emit(HostWait(self.hooks.step, self.hooks.runner, end, reason, begin, end, inside_step))
+                self.hooks.tell(HostWait, self.hooks.step, self.hooks.runner, end, reason, begin, end, inside_step)
 
     def fetch(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Fetch:
         """Enqueues copies of what `tensors()` returns (called on the stream) to the host; waits for nothing."""
@@ -103,15 +110,27 @@ class Device:
         self.compute.submit("snapshot", copy)
         return Fetch(self.compute.record_event(), host)
 
-    def emit_spans(self) -> None:
-        """Emits the device spans that have ended since the last call; called between steps."""
-        if not self.hooks.spans:
+    def emit_spans(self, *, in_a_pause: bool = True) -> None:
+        """Emits the device spans that have ended since the last call; called between steps. Without a pause a GPU's
+        wait until SPANS_AT_ONCE are there: to read a few steps' costs the host little more than one's."""
+        hooks = self.hooks
+        if not hooks.spans:
             return
-        spans = sorted(self.compute.take_spans() + self.copy.take_spans(), key=lambda span: span.begin_ns)
-        for s in spans:
+        if not in_a_pause and isinstance(self.compute, CudaStream) and self.compute.num_timed < SPANS_AT_ONCE:
+            return
+        with self._emitting:
+            spans = self.compute.take_spans() + self.copy.take_spans()
+        runner, begun = hooks.runner, SpanBegun in hooks.wanted
+        for s in sorted(spans, key=_begin_ns):
             if s.name != "snapshot":
-                self.hooks.emit(SpanBegun(s.step, self.hooks.runner, s.begin_ns, s.name, s.lane))
-                self.hooks.emit(SpanEnded(s.step, self.hooks.runner, s.end_ns, s.name, s.lane, s.begin_ns, s.end_ns))
+                if begun:
+                    hooks.tell(SpanBegun, s.step, runner, s.begin_ns, s.name, s.lane)
+                hooks.tell(SpanEnded, s.step, runner, s.end_ns, s.name, s.lane, s.begin_ns, s.end_ns)
+
+    def _emit_last_spans(self) -> None:
+        """For who stops observing. A device that has failed has no spans, and its error is the step's to raise."""
+        with contextlib.suppress(Exception):
+            self.emit_spans()
 
     def drain(self) -> None:
         """Waits until both streams are idle: a pause, never part of a step."""

@@ -7,7 +7,11 @@ look-up, and is never made:
     if RowMoved in hooks.wanted:
         hooks.emit(RowMoved(...))
 
-Device spans are measured by device events and emitted after the step that made them, so observing never adds a wait.
+An observer is called at each event (`subscribe`), or keeps a log of them that is read afterwards (`record`): what comes
+once a step is then a tuple until somebody reads it.
+
+Device spans are measured by device events and emitted between steps, some steps after the one that made them, or in a
+pause (`EngineCore.drain`): observing never adds a wait. Who stops observing gets what has ended by then.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from .sample.trace import SamplingTrace
 
@@ -273,10 +277,28 @@ ON_REQUEST: tuple[type[Event], ...] = (SamplingTraced, *DRAFT_EVENTS)
 Subscriber = Callable[[Event], None]
 
 
+class EventLog:
+    """Events in the order of their emission, most of them as the fields they are made of until they are read."""
+
+    def __init__(self) -> None:
+        self._rows: list[Event | tuple[type[Event], tuple[Any, ...]]] = []
+        self.keep = self._rows.append
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self) -> list[Event]:
+        """The events that were kept since the last call."""
+        rows = self._rows[:]
+        del self._rows[: len(rows)]
+        return [row[0](*row[1]) if type(row) is tuple else row for row in rows]  # type: ignore[misc]
+
+
 @dataclass(eq=False)
 class _Subscription:
     types: tuple[type[Event], ...]
     fn: Subscriber
+    log: EventLog | None = None
 
 
 def _wants(subscription: _Subscription, event_type: type[Event]) -> bool:
@@ -296,8 +318,12 @@ class Hooks:
         """Somebody wants spans, so the streams measure them."""
         self.errors: list[str] = []
         """Reports of subscribers that raised and were dropped."""
+        self.emit_spans: Callable[[], None] = _nothing
+        """Emits the device spans that have ended; the engine's device sets it."""
         self._subscriptions: tuple[_Subscription, ...] = ()
         self._routes: dict[type[Event], tuple[_Subscription, ...]] = {}
+        self._logs: dict[type[Event], tuple[EventLog, ...]] = {}
+        self._called: dict[type[Event], tuple[_Subscription, ...]] = {}
         with _lock:
             _all_hooks.add(self)
             for subscription in _everywhere:
@@ -312,8 +338,19 @@ class Hooks:
         try:
             yield
         finally:
-            with _lock:
-                self._remove(subscription)
+            self._leave(subscription)
+
+    @contextmanager
+    def record(self, types: type[Event] | Iterable[type[Event]]) -> Iterator[EventLog]:
+        """Keeps the events of `types` in a log while the context is open. It grows until it is read."""
+        log = EventLog()
+        subscription = _Subscription(_as_types(types), log.keep, log)
+        with _lock:
+            self._add(subscription)
+        try:
+            yield log
+        finally:
+            self._leave(subscription)
 
     def wants(self, types: tuple[type[Event], ...]) -> bool:
         """Whether somebody subscribed to one of `types`."""
@@ -321,7 +358,18 @@ class Hooks:
 
     def emit(self, event: Event) -> None:
         """Hands `event` to its subscribers. One that raises is reported on `errors` and dropped; the step goes on."""
-        for subscription in self._routes.get(type(event), ()):
+        self._call(self._routes.get(type(event), ()), event)
+
+    def tell(self, event_type: type[Event], *fields: Any) -> None:
+        """`emit(event_type(*fields))`, for what comes several times a step: the event is made for who is called at
+        once, and a log keeps the fields."""
+        for log in self._logs.get(event_type, ()):
+            log.keep((event_type, fields))
+        if event_type in self._called:
+            self._call(self._called[event_type], event_type(*fields))
+
+    def _call(self, subscriptions: tuple[_Subscription, ...], event: Event) -> None:
+        for subscription in subscriptions:
             try:
                 subscription.fn(event)
             except Exception as error:  # noqa: BLE001 - an observer must never break the engine
@@ -340,6 +388,12 @@ class Hooks:
     def _add(self, subscription: _Subscription) -> None:
         self._replace((*self._subscriptions, subscription))
 
+    def _leave(self, subscription: _Subscription) -> None:
+        if _wants(subscription, SpanBegun) or _wants(subscription, SpanEnded):
+            self.emit_spans()
+        with _lock:
+            self._remove(subscription)
+
     def _remove(self, subscription: _Subscription) -> None:
         self._replace(tuple(s for s in self._subscriptions if s is not subscription))
 
@@ -347,11 +401,17 @@ class Hooks:
         self._subscriptions = subscriptions
         routes = {t: tuple(s for s in subscriptions if _wants(s, t)) for t in Event.__subclasses__()}
         self._routes = {event_type: route for event_type, route in routes.items() if route}
+        logs = {t: tuple(s.log for s in route if s.log is not None) for t, route in self._routes.items()}
+        self._logs = {event_type: found for event_type, found in logs.items() if found}
+        called = {t: tuple(s for s in route if s.log is None) for t, route in self._routes.items()}
+        self._called = {event_type: found for event_type, found in called.items() if found}
         self.wanted = frozenset(self._routes)
         self.spans = not self.wanted.isdisjoint((SpanBegun, SpanEnded))
 
 
 class _HostSpan(AbstractContextManager[None]):
+    __slots__ = ("_begin", "_hooks", "_name")
+
     def __init__(self, hooks: Hooks, name: str) -> None:
         self._hooks = hooks
         self._name = name
@@ -359,11 +419,16 @@ class _HostSpan(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         hooks, self._begin = self._hooks, time.perf_counter_ns()
-        hooks.emit(SpanBegun(hooks.step, hooks.runner, self._begin, self._name, "host"))
+        if SpanBegun in hooks.wanted:
+            hooks.tell(SpanBegun, hooks.step, hooks.runner, self._begin, self._name, "host")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         hooks, end = self._hooks, time.perf_counter_ns()
-        hooks.emit(SpanEnded(hooks.step, hooks.runner, end, self._name, "host", self._begin, end))
+        hooks.tell(SpanEnded, hooks.step, hooks.runner, end, self._name, "host", self._begin, end)
+
+
+def _nothing() -> None:
+    return
 
 
 _NOT_MEASURED = nullcontext()
@@ -385,8 +450,9 @@ def subscribe(types: type[Event] | Iterable[type[Event]], fn: Subscriber) -> Ite
     finally:
         with _lock:
             _everywhere.remove(subscription)
-            for hooks in _all_hooks:
-                hooks._remove(subscription)
+            everyone = list(_all_hooks)
+        for hooks in everyone:
+            hooks._leave(subscription)
 
 
 def _as_types(types: type[Event] | Iterable[type[Event]]) -> tuple[type[Event], ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .hooks import Lane
 
@@ -29,8 +28,7 @@ class Stream(Protocol):
         """Work submitted from now on starts after `event`. The host does not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A measured piece of device work; times on the clock of `time.perf_counter_ns`."""
 
     step: int

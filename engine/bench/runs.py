@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine import LLM, SamplingParams
 from engine.hooks import Event, Subscriber
 
-from .step_costs import SUMMARY_EVENTS, StepCostObserver, StepCosts
+from .step_costs import COST_EVENTS, StepCostObserver, StepCosts
 from .workload import Workload
 from .workloads import WorkloadSpec
 
@@ -70,11 +70,11 @@ class EngineRuns:
         )
 
     def step_costs(self, spec: WorkloadSpec) -> StepCosts:
-        """Two runs, one of them observed at summary level. RuntimeError if the observer was dropped on the way."""
+        """Two runs, one of them observed. RuntimeError if the observer was dropped on the way."""
         host_us = self._host_us(spec)
         observer, hooks = StepCostObserver(), self.llm.hooks
         errors = len(hooks.errors)
-        self.run(spec, SUMMARY_EVENTS, observer)
+        self.run(spec, COST_EVENTS, observer)
         if len(hooks.errors) > errors:
             raise RuntimeError(hooks.errors[-1])
         return observer.result(host_us)

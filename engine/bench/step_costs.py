@@ -20,16 +20,18 @@ from engine.hooks import (
     RowFreed,
     RowMoved,
     RowWritten,
-    SpanBegun,
     SpanEnded,
 )
 
 SUMMARY_EVENTS: tuple[type[Event], ...] = (
-    SpanBegun, SpanEnded, HostWait, InputsPrepared, KernelLaunched, BlockTableGathered,
+    SpanEnded, HostWait, InputsPrepared, BlockTableGathered,
     RequestAdded, RequestPreempted, RequestResumed, RequestFinished, RowWritten, RowMoved, RowFreed,
 )  # fmt: skip
 """Summary level: what happens once a step or once a request's life. What comes for each token stays out
-(RequestScheduled, Sampled, OutputDelivered)."""
+(RequestScheduled, Sampled, OutputDelivered), for each launch (KernelLaunched: the device's spans have their names), and
+what a later event says again (SpanBegun)."""
+COST_EVENTS = (*SUMMARY_EVENTS, KernelLaunched)
+"""What a `StepCostObserver` looks at."""
 
 Interval = tuple[int, int]
 

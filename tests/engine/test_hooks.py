@@ -249,6 +249,37 @@ def test_subscribing_everywhere_sees_engines_made_later() -> None:
         third.close()
 
 
+@both_runners
+def test_a_log_holds_what_a_subscriber_was_told_in_that_order(runner: str) -> None:
+    told: list[Event] = []
+    with (
+        tiny_llm(runner, max_num_batched_tokens=11, num_gpu_blocks_override=13) as llm,
+        llm.hooks.record(Event) as log,
+        llm.hooks.subscribe(Event, told.append),
+    ):
+        run_trace(llm, TRACE)
+        llm.core.drain()
+        kept = log.take()
+        assert kept == told and {SpanBegun, SpanEnded, InputsPrepared} <= {type(event) for event in kept}
+        assert log.take() == [] and len(log) == 0
+        llm.generate(ids(*prompt_of(5)), greedy(3), use_tqdm=False)
+        assert len(log) > 0
+    assert not llm.hooks.wanted and log.take()[-1] == told[-1]
+
+
+def test_a_log_makes_no_event_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = Hooks("v2")
+    with hooks.record((SpanEnded, RequestResumed)) as log:
+        with hooks.span("schedule"):
+            pass
+        hooks.emit(RequestResumed(*hooks.stamp(), "r0"))
+        monkeypatch.setattr(hooks, "runner", "another")
+    span, resumed = log.take()
+    assert isinstance(span, SpanEnded) and (span.name, span.runner) == ("schedule", "v2")
+    assert span.begin_ns <= span.end_ns == span.time_ns
+    assert isinstance(resumed, RequestResumed) and resumed.request_id == "r0"
+
+
 @pytest.mark.parametrize("bad", [int, "Sampled", [RequestAdded, int], 3, (None,)])
 def test_subscribing_to_what_is_no_event_says_what_is(bad: object) -> None:
     with pytest.raises(TypeError, match=r"RequestAdded|not iterable"), Hooks("v1").subscribe(bad, print):  # type: ignore[arg-type]
