@@ -36,6 +36,7 @@ _NUM_ROUNDS, _ROUND_A, _ROUND_B, _KEY_A, _KEY_B, _STEP, LN2, _LN_LN2 = (
     tl.constexpr(value)
     for value in (NUM_ROUNDS, ROUND_A, ROUND_B, KEY_A, KEY_B, UNIFORM_SCALE, math.log(2), math.log(math.log(2)))
 )
+_BELOW = tl.constexpr((1 - 2**-16) / math.log(2))
 
 
 class Purpose(IntEnum):
@@ -86,15 +87,15 @@ def philox_triton(seed, c0, c1, c2, c3):
     return c0, c1, c2, c3
 
 
-def _log2_of_negated_exactly(x):
-    return tl.log2(-x)
+def _log2_of_magnitude_exactly(x):
+    return tl.log2(tl.abs(x))
 
 
 @triton.jit
-@interpreted_as(_log2_of_negated_exactly)
-def _log2_of_negated(x):
-    """log2(-x) in one instruction, the negation included: to 2^-22, relative where |x| is not in 1/2 .. 2."""
-    asm: tl.constexpr = "{ .reg .f32 t; neg.f32 t, $1; lg2.approx.ftz.f32 $0, t; }"
+@interpreted_as(_log2_of_magnitude_exactly)
+def _log2_of_magnitude(x):
+    """log2 |x| in one instruction, the magnitude included: to 2^-22, relative where |x| is not in 1/2 .. 2."""
+    asm: tl.constexpr = "{ .reg .f32 t; abs.f32 t, $1; lg2.approx.ftz.f32 $0, t; }"
     return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -107,12 +108,22 @@ def log2_exponential_triton(words, MIN_UNIFORM: tl.constexpr):
     # The words -1 - k and k have the same uniform, (k + 1/2) / 2^31.
     u = tl.abs(tl.fma(words.to(tl.int32, bitcast=True).to(tl.float32), _STEP, MIN_UNIFORM))
     minus_rest = u - 1.0
-    far = _log2_of_negated(minus_rest)
+    far = _log2_of_magnitude(minus_rest)
     # Where E is small, 2^-22 is too much for log2(1 - u): log2(1 - u) / u instead, a polynomial (Chebyshev's) in u - 1.
     near = tl.fma(minus_rest, -0.444954701, -1.80883946)
     near = tl.fma(near, minus_rest, -3.00433982)
     near = tl.fma(near, minus_rest, -3.0831494)
-    return _log2_of_negated(tl.where(u < 0.125, u * near, far))
+    return _log2_of_magnitude(tl.where(u < 0.125, u * near, far))
+
+
+@triton.jit
+def log2_bound_triton(words, MIN_UNIFORM: tl.constexpr):
+    """A lower bound of `log2_exponential_triton`, f32, in 3 instructions: E >= u, near for small u.
+
+    It is log2(u / ln 2), lower by 2.2e-5, which is more than what either of them is inexact by.
+    """
+    u = tl.fma(words.to(tl.int32, bitcast=True).to(tl.float32), _STEP * _BELOW, MIN_UNIFORM * _BELOW)
+    return _log2_of_magnitude(u)
 
 
 @triton.jit

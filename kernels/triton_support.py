@@ -41,12 +41,14 @@ def launch(
     form: str,
     num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
     pdl: bool = False,
     **constexprs: Any,
 ) -> None:
     """Run a `@triton.jit` kernel over `grid`: compiled for form "triton", on the CPU for form "interpret".
 
-    `pdl` launches it before the kernel in front of it has ended (see `can_launch_early`).
+    A thread may have `maxnreg` registers. `pdl` launches it before the kernel in front of it has ended (see
+    `can_launch_early`).
     """
     if 0 in grid:
         return
@@ -55,8 +57,9 @@ def launch(
             with _interpreter():
                 _interpreted(kernel.fn)[grid](*args, **constexprs)
         else:
-            early = {"launch_pdl": True} if pdl else {}
-            kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **early, **constexprs)
+            options = {"maxnreg": maxnreg} if maxnreg else {}
+            options |= {"launch_pdl": True} if pdl else {}
+            kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **options, **constexprs)
 
 
 def can_launch_early(form: str, tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 TILES = {"BLOCK_D": 128, "BLOCK_SIZE": 16, "UPCAST": False}
 DECODE = (BF16, "i32", BF16, "i64", I32, "i32", I32, I64)
 LINEAR = {"PDL": True, "UPCAST": False, "EVEN": True, "BLOCK_N": 16, "BLOCK_K": 512, "NUM_CHUNKS": 2}
-GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", F32, I64)
+GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", "i32", F32, I64)
 # (file, kernel, types of the run-time arguments, constexprs)
 KERNELS = [
     ("staged_write", "_apply_write_kernel", (I32, "i32", I32, I32, I32, I32), {"BLOCK": 1024}),
@@ -54,8 +54,8 @@ KERNELS = [
     ),
     *[
         (
-            "gumbel",
-            "_gumbel_chunk_kernel",
+            "gumbel_triton",
+            "chunk_kernel",
             GUMBEL_ARGS,
             {
                 "ALL_GREEDY": greedy,
@@ -63,12 +63,12 @@ KERNELS = [
                 "MIN_UNIFORM": 2.0**-32,
                 "LANES": 256,
                 "TILES": 4,
-                "STEPS": 4,
+                "PDL": scale,
             },
         )
         for greedy, scale in ((False, False), (False, True), (True, False))
     ],
-    ("gumbel", "_gumbel_reduce_kernel", (F32, I64, "i32", I64), {"BLOCK": 64}),
+    ("gumbel_triton", "reduce_kernel", (F32, I64, "i32", I64), {"BLOCK": 64, "PDL": True}),
     (
         "logit_bias",
         "_logit_bias_kernel",
