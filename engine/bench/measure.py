@@ -53,6 +53,25 @@ class Timing:
         return weight_bytes * self.steps / self.median / 1e9
 
 
+@dataclass(frozen=True)
+class Paired:
+    """Runs of one side, each beside one of another that it is compared with: (the other's seconds, its own).
+
+    What drifts for seconds drifts for both of a pair, so the ratio within a pair moves less than either of them.
+    """
+
+    seconds: tuple[tuple[float, float], ...]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each pair the part of the other's rate that is lost; below 0 where this side was faster."""
+        return [1 - other / own for other, own in self.seconds]
+
+    @property
+    def loss(self) -> float:
+        return statistics.median(self.losses)
+
+
 def interleave(workload: Workload, sides: Mapping[str, Side], repeats: int) -> dict[str, Timing]:
     """Runs each side once to warm up, then all sides in turn, `repeats` times: what drifts, drifts for all alike."""
     warm_up: dict[str, float] = {}

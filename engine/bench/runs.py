@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from engine import LLM, SamplingParams
 from engine.hooks import Event, Subscriber
+from engine.interrupts import deferred_interrupt
 
+from .host_parts import HostParts, time_steps
 from .step_costs import COST_EVENTS, StepCostObserver, StepCosts
 from .workload import Workload
 from .workloads import WorkloadSpec
@@ -21,7 +23,7 @@ from .workloads import WorkloadSpec
 class Run:
     """Seconds on the wall and on the main thread's processor clock, and what else happened in one run.
 
-    `waits`: the host's waits by reason, those inside a step first.
+    `waits`: the host's waits by reason, those inside a step first. `num_read` events of a log were read afterwards.
     """
 
     seconds: float
@@ -30,6 +32,8 @@ class Run:
     waits: tuple[dict[str, int], dict[str, int]]
     cached_tokens: int
     preemptions: int
+    num_read: int = 0
+    read_seconds: float = 0.0
 
 
 class EngineRuns:
@@ -45,18 +49,30 @@ class EngineRuns:
         return spec.draw(number, self.llm.loaded.config.vocab_size)
 
     def run(self, spec: WorkloadSpec, types: tuple[type[Event], ...] = (), subscriber: Subscriber | None = None) -> Run:
-        """One run, with `subscriber` on `types` if given; making the prompts is not timed."""
+        """One run; making the prompts is not timed. `subscriber` is called for each event of `types`; without one a log
+        of them is kept, and read when the run is over.
+
+        RuntimeError if the run has other tokens than asked for, or the subscriber was dropped on the way.
+        """
         llm, workload = self.llm, self.draw(spec)
         prompts = [{"prompt_token_ids": list(ask.prompt_token_ids)} for ask in workload.asks]
         params = sampling_params(spec, workload)
-        waits, step = llm.core.device.waits, llm.core.step_count
+        waits, step, errors = llm.core.device.waits, llm.core.step_count, len(llm.hooks.errors)
         before = dict(waits.inside_step), dict(waits.outside_step)
-        with llm.hooks.subscribe(types, subscriber) if subscriber else nullcontext():
+        observing: AbstractContextManager[Any] = nullcontext()
+        if types:
+            observing = llm.hooks.subscribe(types, subscriber) if subscriber else llm.hooks.record(types)
+        with observing as log:
             begin, cpu_begin = time.perf_counter(), time.thread_time()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds, cpu_seconds = time.perf_counter() - begin, time.thread_time() - cpu_begin
-            if subscriber:
+            if types:
                 llm.core.drain()  # the last steps' device spans come with it
+        read_begin = time.perf_counter()
+        num_read = len(log.take()) if log is not None else 0
+        read_seconds = time.perf_counter() - read_begin
+        if len(llm.hooks.errors) > errors:
+            raise RuntimeError(llm.hooks.errors[-1])
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         if made != spec.output_tokens:
             raise RuntimeError(f"{spec.name}: {made} tokens came out of a run that must make {spec.output_tokens}")
@@ -67,32 +83,32 @@ class EngineRuns:
             waits=(_less(waits.inside_step, before[0]), _less(waits.outside_step, before[1])),
             cached_tokens=sum(output.num_cached_tokens for output in outputs),
             preemptions=sum(output.metrics.num_preemptions for output in outputs),
+            num_read=num_read,
+            read_seconds=read_seconds,
         )
 
     def step_costs(self, spec: WorkloadSpec) -> StepCosts:
         """Two runs, one of them observed. RuntimeError if the observer was dropped on the way."""
-        host_us = self._host_us(spec)
-        observer, hooks = StepCostObserver(), self.llm.hooks
-        errors = len(hooks.errors)
+        host = self._host_parts(spec)
+        observer = StepCostObserver()
         self.run(spec, COST_EVENTS, observer)
-        if len(hooks.errors) > errors:
-            raise RuntimeError(hooks.errors[-1])
-        return observer.result(host_us)
+        return observer.result(host)
 
-    def _host_us(self, spec: WorkloadSpec) -> float:
-        """Microseconds of a steady step on the host without its waits, the median of an unobserved run."""
+    def _host_parts(self, spec: WorkloadSpec) -> HostParts:
+        """An unobserved run, stepped as `LLM.generate` steps."""
         llm, workload = self.llm, self.draw(spec)
-        core, waits, steady = llm.core, llm.core.device.waits, []
-        for ask, params in zip(workload.asks, sampling_params(spec, workload), strict=True):
+        ids = [
             llm.add({"prompt_token_ids": list(ask.prompt_token_ids)}, params, final_only=True)
-        while core.has_unfinished() or core.in_flight:
-            begin, waited = time.perf_counter_ns(), waits.total_ns
+            for ask, params in zip(workload.asks, sampling_params(spec, workload), strict=True)
+        ]
+        try:
+            with deferred_interrupt() as interrupt, llm.core.device.scope():
+                parts = time_steps(llm.core, interrupt.raise_if_received)
+        finally:
+            llm.abort(ids)
+        while llm.core.scheduler.has_requests():  # the runner's rows of those that have ended
             llm.step()
-            took = time.perf_counter_ns() - begin - (waits.total_ns - waited)
-            launched = core.in_flight[-1].scheduler_output if core.in_flight else None
-            if launched and launched.total_num_scheduled_tokens == len(launched.num_scheduled_tokens):
-                steady.append(took)
-        return statistics.median(steady) / 1e3 if steady else 0.0
+        return parts
 
 
 def sampling_params(spec: WorkloadSpec, workload: Workload) -> list[SamplingParams]:

@@ -23,6 +23,8 @@ from engine.hooks import (
     SpanEnded,
 )
 
+from .host_parts import HostParts
+
 SUMMARY_EVENTS: tuple[type[Event], ...] = (
     SpanEnded, HostWait, InputsPrepared, BlockTableGathered,
     RequestAdded, RequestPreempted, RequestResumed, RequestFinished, RowWritten, RowMoved, RowFreed,
@@ -59,13 +61,13 @@ class _Step:
 class StepCosts:
     """Medians over the steps in which every request decoded one token.
 
-    `host_us`: the host's whole step without its waits, while nobody observes; `observed_host_us`: its phases alone,
-    while somebody does. `device_us`: the compute stream's spans, so gaps between two
-    launches inside one span count as busy. `launches`: KernelLaunched events, a graph's replay being one.
+    `host`: the host's whole step, while nobody observes; `observed_host_us`: its phases alone without waits, while
+    somebody does. `device_us`: the compute stream's spans, so gaps between two launches inside one span count as busy.
+    `launches`: KernelLaunched events, a graph's replay being one.
     """
 
     steps: int
-    host_us: float
+    host: HostParts
     observed_host_us: float
     device_us: float
     launches: float
@@ -91,15 +93,15 @@ class StepCostObserver:
         elif isinstance(event, InputsPrepared):
             step.decodes_only = event.num_tokens == event.num_reqs
 
-    def result(self, host_us: float) -> StepCosts:
-        """The medians, with `host_us` of another run. ValueError if no step was a pure decode: the outputs were one
+    def result(self, host: HostParts) -> StepCosts:
+        """The medians, with `host` of another run. ValueError if no step was a pure decode: the outputs were one
         token long."""
         steady = [step for step in self._steps.values() if step.decodes_only]
         if not steady:
             raise ValueError("no step decoded only, so there is no steady step to look at; ask for longer outputs")
         return StepCosts(
             steps=len(steady),
-            host_us=host_us,
+            host=host,
             observed_host_us=statistics.median(union(step.host) - step.waited for step in steady) / 1e3,
             device_us=statistics.median(union(step.compute) for step in steady) / 1e3,
             launches=statistics.median(step.launches for step in steady),

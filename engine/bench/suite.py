@@ -18,7 +18,7 @@ from engine.models import LoadedModel, weight_bytes
 
 from .ceilings import Ceilings, measure_ceilings
 from .machine import commit, device_name, driver_version, versions
-from .measure import Timing
+from .measure import Paired, Timing
 from .peer_vllm import PeerResult, run_vllm
 from .profile import Profile, profile_steps
 from .runs import EngineRuns, Run
@@ -30,7 +30,8 @@ MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 4096
 GPU_BATCHED_TOKENS = 16384
 """vLLM's default for offline use on a GPU of this size."""
-_LEVELS: dict[str, tuple[type[Event], ...]] = {"unobserved": (), "summary": SUMMARY_EVENTS, "every event": (Event,)}
+MORE_PAIRS = 2
+"""With `observe` there are so many more turns: a difference of a percent wants more than three pairs."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,39 @@ class Plan:
     profile: Path | None = None
     commit: str | None = None
 
+    @property
+    def turns(self) -> int:
+        """How often our own engines take turns."""
+        return self.repeats + MORE_PAIRS * self.observe
+
 
 @dataclass(frozen=True)
 class Inside:
-    """What only our own engine shows. `observed`: the same workload with nobody, or somebody, subscribed."""
+    """What only our own engine shows. `observed`: by level, runs beside unobserved ones. At level "summary" a log of
+    SUMMARY_EVENTS is kept, which is read when the run is over; at "every event" an observer is called for each."""
 
     runs: tuple[Run, ...]
     costs: StepCosts
     profile: Profile | None
     saved: Path | None
-    observed: dict[str, Timing]
+    observed: dict[str, Observed]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """`runs`: (unobserved, observed), one after the other, in turns the one and the other first."""
+
+    runs: tuple[tuple[Run, Run], ...]
+
+    @property
+    def paired(self) -> Paired:
+        return Paired(tuple((alone.seconds, observed.seconds) for alone, observed in self.runs))
+
+    @property
+    def read_us_per_step(self) -> float:
+        """What reading the logs took afterwards."""
+        observed = [run for _, run in self.runs]
+        return sum(run.read_seconds for run in observed) / sum(run.steps for run in observed) * 1e6
 
 
 @dataclass(frozen=True)
@@ -115,7 +139,7 @@ def run_suite(plan: Plan, on_workload: Callable[[SuiteReport], None] | None = No
             engines[runner] = EngineRuns(llm)
         peer_starts = {peer.side: peer.to_first_token for peer in peers}
         about = _about(plan, loaded, keywords)
-        report = SuiteReport(about, measure_ceilings(device), starts, peer_starts, plan.repeats, ())
+        report = SuiteReport(about, measure_ceilings(device), starts, peer_starts, plan.turns, ())
         for spec in plan.specs:
             result = _measure(plan, spec, loaded, engines, peers)
             report = replace(report, workloads=(*report.workloads, result))
@@ -151,28 +175,44 @@ def _measure(
     plan: Plan, spec: WorkloadSpec, loaded: LoadedModel, engines: dict[str, EngineRuns], peers: list[PeerResult]
 ) -> WorkloadResult:
     """One warm-up of each engine, then all take turns: what drifts, drifts for all alike."""
-    levels = list(_LEVELS) if plan.observe else ["unobserved"]
     warm_ups = {runner: engine.run(spec).seconds for runner, engine in engines.items()}
-    runs: dict[tuple[str, str], list[Run]] = {(runner, level): [] for runner in engines for level in levels}
-    for _ in range(plan.repeats):
-        for (runner, level), done in runs.items():
-            done.append(engines[runner].run(spec, _LEVELS[level], StepCostObserver() if _LEVELS[level] else None))
-
-    def timing(runner: str, level: str) -> Timing:
-        seconds = tuple(run.seconds for run in runs[runner, level])
-        return Timing(seconds, warm_ups[runner], spec.steps, spec.output_tokens, ())
-
+    runs: dict[str, list[Run]] = {runner: [] for runner in engines}
+    pairs: dict[str, dict[str, list[tuple[Run, Run]]]] = {runner: {} for runner in engines}
+    for turn in range(plan.turns):
+        for runner, engine in engines.items():
+            if not plan.observe:
+                runs[runner].append(engine.run(spec))
+                continue
+            alone, observed = _take_turn(engine, spec, turn)
+            runs[runner].append(alone)
+            for level, run in observed.items():
+                pairs[runner].setdefault(level, []).append((alone, run))
     sides = []
     for runner, engine in engines.items():
-        observed = {level: timing(runner, level) for level in levels} if plan.observe else {}
+        seconds = tuple(run.seconds for run in runs[runner])
+        timing = Timing(seconds, warm_ups[runner], spec.steps, spec.output_tokens, ())
         costs = engine.step_costs(spec)
         profile, saved = _profiled(plan, spec, runner, engine)
-        inside = Inside(tuple(runs[runner, "unobserved"]), costs, profile, saved, observed)
-        sides.append(Side(runner.upper(), timing(runner, "unobserved"), inside))
+        levels = {level: Observed(tuple(done)) for level, done in pairs[runner].items()}
+        sides.append(Side(runner.upper(), timing, Inside(tuple(runs[runner]), costs, profile, saved, levels)))
     sides += [Side(peer.side, peer.timings[spec.name]) for peer in peers]
     dtype = loaded.model.embed_tokens.weight.dtype
     kv_bytes = spec.context_tokens * kv_bytes_per_token(loaded.config, dtype) // spec.steps
     return WorkloadResult(spec, weight_bytes(loaded.config, dtype), kv_bytes, tuple(sides))
+
+
+def _take_turn(engine: EngineRuns, spec: WorkloadSpec, turn: int) -> tuple[Run, dict[str, Run]]:
+    """An unobserved run with an observed one before or behind it. In one turn a third follows, at every event: it takes
+    long, and what it costs is no matter of a percent."""
+    if turn % 2 == 0:
+        alone = engine.run(spec)
+        return alone, {"summary": engine.run(spec, SUMMARY_EVENTS)}
+    summary = engine.run(spec, SUMMARY_EVENTS)
+    alone = engine.run(spec)
+    observed = {"summary": summary}
+    if turn == 1:
+        observed["every event"] = engine.run(spec, (Event,), StepCostObserver())
+    return alone, observed
 
 
 def _profiled(plan: Plan, spec: WorkloadSpec, runner: str, engine: EngineRuns) -> tuple[Profile | None, Path | None]:

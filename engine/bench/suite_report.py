@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .measure import Timing
-from .suite import Inside, Side, SuiteReport, WorkloadResult
+from .suite import Inside, Observed, Side, SuiteReport, WorkloadResult
 
 
 def to_dict(report: SuiteReport) -> dict[str, Any]:
@@ -66,7 +66,10 @@ def _inside(inside: Inside) -> dict[str, Any]:
         for total, counts in zip(waits, run.waits, strict=True):
             total.update(counts)
     found: dict[str, Any] = {
-        "host_us_per_step": costs.host_us,
+        "host_us_per_step": costs.host.host_us,
+        "host_parts_us_per_step": costs.host.wall,
+        "host_waits_us_per_step": costs.host.waits,
+        "host_processor_us_per_step": costs.host.processor,
         "observed_host_us_per_step": costs.observed_host_us,
         "main_thread_cpu_us_per_step": sum(run.cpu_seconds for run in runs) / steps * 1e6,
         "device_span_us_per_step": costs.device_us,
@@ -87,9 +90,18 @@ def _inside(inside: Inside) -> dict[str, Any]:
             "trace": str(inside.saved) if inside.saved else None,
         }
     if inside.observed:
-        alone = inside.observed["unobserved"].tokens_per_second
-        found["observed"] = {
-            level: {**_rate(timing), "loss": 1 - timing.tokens_per_second / alone}
-            for level, timing in inside.observed.items()
-        }
+        found["observed"] = {level: _observed(observed) for level, observed in inside.observed.items()}
     return found
+
+
+def _observed(observed: Observed) -> dict[str, Any]:
+    """Of the rate: the loss in the middle pair, and in the best and worst one."""
+    losses = observed.paired.losses
+    return {
+        "pairs": len(losses),
+        "loss": observed.paired.loss,
+        "loss_min": min(losses),
+        "loss_max": max(losses),
+        "events_read": sum(run.num_read for _, run in observed.runs),
+        "read_us_per_step": observed.read_us_per_step,
+    }

@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=int, metavar="N", help="instead of the workload's own number")
     group.add_argument("--input-len", type=int, metavar="N", help="the longest prompt, instead of the workload's own")
     group.add_argument("--output-len", type=int, metavar="N", help="the longest output, instead of the workload's own")
-    group.add_argument("--observe", action="store_true", default=None, help="also time it with all hooks subscribed")
+    group.add_argument("--observe", action="store_true", default=None, help="also time it observed, in pairs of runs")
     group.add_argument(
         "--profile", type=Path, metavar="PATH",
         help="write a Chrome trace of ten steps, the profiler's spans and the hooks' side by side",
@@ -139,8 +139,8 @@ def _workload_lines(result: WorkloadResult, report: SuiteReport) -> list[str]:
 
 
 def _cost_lines(sides: list[dict[str, Any]]) -> list[str]:
-    """What a steady step costs. Of unobserved runs: the host's median without its waits, and the main thread's time
-    over all steps."""
+    """What a steady step costs. Of unobserved runs: the host's time without its waits, and the main thread's processor
+    time over all steps."""
     head = ["µs a step", "host", "main thread", "device spans", "busy"]
     table = [[*head, "launches: hooks", "profiler", "kernels", "waits: inside", "outside"]]
     notes = []
@@ -158,17 +158,15 @@ def _cost_lines(sides: list[dict[str, Any]]) -> list[str]:
             ]
         )  # fmt: skip
         notes += _notes(side)
-    return columns(table, right=frozenset(range(1, len(table[0]))), indent="  ") + notes
+    return columns(table, right=frozenset(range(1, len(table[0]))), indent="  ") + _host_lines(sides) + notes
 
 
 def _notes(side: dict[str, Any]) -> list[str]:
     notes, observed, profiled = [], side.get("observed"), side.get("profiled")
     if observed:
-        rates = [
-            f"{level} {rate['median']:,.0f}" + ("" if level == "unobserved" else f" ({-rate['loss']:+.1%})")
-            for level, rate in observed.items()
-        ]
-        notes.append(f"  {side['side']} tokens/s: {', '.join(rates)}")
+        notes.append(
+            f"  {side['side']} observed: " + "; ".join(_loss(level, found) for level, found in observed.items())
+        )
     if profiled and profiled["trace"]:
         notes.append(f"  {side['side']} trace of {profiled['steps']} steps: {printable(profiled['trace'])}")
     if side["cached_tokens"] or side["preemptions"]:
@@ -177,6 +175,30 @@ def _notes(side: dict[str, Any]) -> list[str]:
             f"cache, {side['preemptions']} requests were preempted"
         )
     return notes
+
+
+def _loss(level: str, found: dict[str, Any]) -> str:
+    best, worst = -found["loss_min"], -found["loss_max"]
+    spread = f" [{worst:+.1%} to {best:+.1%} in {found['pairs']} pairs]" if found["pairs"] > 1 else ""
+    read = f", {found['read_us_per_step']:.1f} µs a step to read its log afterwards" if found["events_read"] else ""
+    return f"{level} {-found['loss']:+.1%} tokens/s{spread}{read}"
+
+
+def _host_lines(sides: list[dict[str, Any]]) -> list[str]:
+    """The host's steady step by phase; below it the same phases on the processor's clock, waits in it where they keep
+    the processor."""
+    phases = list(dict.fromkeys(phase for side in sides for phase in side["host_parts_us_per_step"]))
+    table = [["host, µs a step", *phases, "= host", "waits"]]
+    for side in sides:
+        wall, processor = side["host_parts_us_per_step"], side["host_processor_us_per_step"]
+        for name, parts, waits in (
+            (side["side"], wall, f"{side['host_waits_us_per_step']:,.0f}"),
+            (f"{side['side']}, processor", processor, "in it"),
+        ):
+            if parts:
+                cells = [f"{parts[phase]:,.0f}" if phase in parts else "–" for phase in phases]
+                table.append([name, *cells, f"{sum(parts.values()):,.0f}", waits])
+    return columns(table, right=frozenset(range(1, len(table[0]))), indent="  ")
 
 
 def _counts(waits: dict[str, float]) -> str:

@@ -36,7 +36,7 @@ def test_the_observer_at_summary_level_gets_no_event_for_each_token(engine: Engi
     assert seen and not any(isinstance(event, Sampled | OutputDelivered) for event in seen)
     costs = engine.step_costs(SPEC)
     assert costs.steps == SPEC.steps - 1
-    assert costs.host_us > 0 and costs.observed_host_us > 0 and costs.device_us > 0 and costs.launches >= 1
+    assert costs.host.host_us > 0 and costs.observed_host_us > 0 and costs.device_us > 0 and costs.launches >= 1
     assert not engine.llm.hooks.wanted
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.bench.host_parts import HostParts
 from engine.bench.step_costs import StepCostObserver, union
 from engine.hooks import Event, HostWait, InputsPrepared, KernelLaunched, SpanEnded
 
@@ -34,8 +35,9 @@ def test_costs_are_medians_of_pure_decode_steps_without_waits() -> None:
         ]  # fmt: skip
     for event in events:
         observer(event)
-    costs = observer.result(7.0)
-    assert (costs.steps, costs.host_us, costs.observed_host_us) == (3, 7.0, 20 + 5 - 3)
+    host = HostParts(3, {"forward": 7.0}, 1.0, {})
+    costs = observer.result(host)
+    assert (costs.steps, costs.host, costs.observed_host_us) == (3, host, 20 + 5 - 3)
     assert (costs.device_us, costs.launches) == (60, 1)
 
 
@@ -43,4 +45,4 @@ def test_no_steady_step_is_an_error() -> None:
     observer = StepCostObserver()
     observer(InputsPrepared(1, "v2", 0, 1, 16, 16, {}))
     with pytest.raises(ValueError, match="longer outputs"):
-        observer.result(7.0)
+        observer.result(HostParts(0, {}, 0.0, {}))

@@ -50,13 +50,16 @@ def test_json_has_every_figure_of_both_runners(capsys: pytest.CaptureFixture[str
         for side, name in zip(workload["sides"], ("V2", "V1"), strict=True):
             assert side["side"] == name
             rate = side["tokens_per_second"]
-            assert len(side["seconds"]) == 3 and rate["min"] <= rate["median"] <= rate["max"]
+            assert len(side["seconds"]) == 5 and rate["min"] <= rate["median"] <= rate["max"]
             assert side["bandwidth"] == pytest.approx(moved / (side["ms_per_step"]["median"] / 1e3))
             assert side["share_of_limit"] == pytest.approx(side["bandwidth"] / ceilings["limit"])
             assert side["host_us_per_step"] > 0 and side["device_span_us_per_step"] > 0
             assert side["cached_tokens"] == side["preemptions"] == 0
-            assert set(side["observed"]) == {"unobserved", "summary", "every event"}
-            assert side["observed"]["unobserved"]["loss"] == 0
+            assert sum(side["host_parts_us_per_step"].values()) == pytest.approx(side["host_us_per_step"])
+            assert side["host_parts_us_per_step"].keys() == side["host_processor_us_per_step"].keys()
+            summary, every = side["observed"]["summary"], side["observed"]["every event"]
+            assert (summary["pairs"], every["pairs"]) == (5, 1) and summary["events_read"] > 5 * workload["steps"]
+            assert summary["loss_min"] <= summary["loss"] <= summary["loss_max"] < 1 and summary["read_us_per_step"] > 0
         assert workload["sides"][0]["waits_per_step"]["inside"] == {}
         assert set(workload["sides"][1]["waits_per_step"]["inside"]) == {"prepare_inputs"}
 
