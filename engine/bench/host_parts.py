@@ -27,13 +27,15 @@ class HostParts:
     add up.
 
     `wall`: by phase, without waits. `waits`: the waits. `processor`: by phase, the thread's processor time in as many
-    other steps, waits included where they keep the processor; empty if there were too few steps.
+    other steps, waits included where they keep the processor. `mean`: without waits too, of all the steps, so of those
+    as well in which many requests at once need a block.
     """
 
     steps: int
     wall: dict[str, float]
     waits: float
     processor: dict[str, float]
+    mean: float
 
     @property
     def host_us(self) -> float:
@@ -93,10 +95,11 @@ def time_steps(core: EngineCore, check: Callable[[], None]) -> HostParts:
 
 
 def summarize(wall: Sequence[StepTime], processor: Sequence[StepTime]) -> HostParts:
-    """The middle half of each."""
+    """The parts from the middle half of each."""
     middle = _middle(wall)
     waits = statistics.fmean(step.waited for step in middle) / 1e3 if middle else 0.0
-    return HostParts(len(middle), _means(middle), waits, _means(_middle(processor)))
+    mean = statistics.fmean(step.total for step in wall) / 1e3 if wall else 0.0
+    return HostParts(len(middle), _means(middle), waits, _means(_middle(processor)), mean)
 
 
 def _middle(steps: Sequence[StepTime]) -> list[StepTime]:

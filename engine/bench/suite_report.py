@@ -67,6 +67,7 @@ def _inside(inside: Inside) -> dict[str, Any]:
             total.update(counts)
     found: dict[str, Any] = {
         "host_us_per_step": costs.host.host_us,
+        "host_mean_us_per_step": costs.host.mean,
         "host_parts_us_per_step": costs.host.wall,
         "host_waits_us_per_step": costs.host.waits,
         "host_processor_us_per_step": costs.host.processor,

@@ -185,19 +185,20 @@ def _loss(level: str, found: dict[str, Any]) -> str:
 
 
 def _host_lines(sides: list[dict[str, Any]]) -> list[str]:
-    """The host's steady step by phase; below it the same phases on the processor's clock, waits in it where they keep
-    the processor."""
+    """The host's steady step by phase, in the middle half of the steps, and the mean of all; below it the same phases
+    on the processor's clock, waits in it where they keep the processor."""
     phases = list(dict.fromkeys(phase for side in sides for phase in side["host_parts_us_per_step"]))
-    table = [["host, µs a step", *phases, "= host", "waits"]]
+    table = [["host, µs a step", *phases, "= host", "waits", "mean host"]]
     for side in sides:
         wall, processor = side["host_parts_us_per_step"], side["host_processor_us_per_step"]
-        for name, parts, waits in (
-            (side["side"], wall, f"{side['host_waits_us_per_step']:,.0f}"),
-            (f"{side['side']}, processor", processor, "in it"),
+        waits, mean = side["host_waits_us_per_step"], side["host_mean_us_per_step"]
+        for name, parts, others in (
+            (side["side"], wall, (f"{waits:,.0f}", f"{mean:,.0f}")),
+            (f"{side['side']}, processor", processor, ("in it", "")),
         ):
             if parts:
                 cells = [f"{parts[phase]:,.0f}" if phase in parts else "–" for phase in phases]
-                table.append([name, *cells, f"{sum(parts.values()):,.0f}", waits])
+                table.append([name, *cells, f"{sum(parts.values()):,.0f}", *others])
     return columns(table, right=frozenset(range(1, len(table[0]))), indent="  ")
 
 

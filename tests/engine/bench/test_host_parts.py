@@ -41,8 +41,9 @@ def test_the_middle_half_counts_and_its_parts_add_up() -> None:
     parts = summarize(steps, steps[:1])
     assert (parts.steps, parts.waits) == (2, 0.65)
     assert list(parts.wall.items()) == [("schedule", 6.5), ("output", 2.0), (REST, 0.5)]
-    assert parts.host_us == 9.0 and parts.processor == {"schedule": 9.0, "output": 2.0, REST: 0.5}
-    assert summarize([], []) == HostParts(0, {}, 0.0, {})
+    assert parts.host_us == 9.0 and parts.mean == pytest.approx(1015 / 4 + 2.5)
+    assert parts.processor == {"schedule": 9.0, "output": 2.0, REST: 0.5}
+    assert summarize([], []) == HostParts(0, {}, 0.0, {}, 0.0)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_costs_are_medians_of_pure_decode_steps_without_waits() -> None:
         ]  # fmt: skip
     for event in events:
         observer(event)
-    host = HostParts(3, {"forward": 7.0}, 1.0, {})
+    host = HostParts(3, {"forward": 7.0}, 1.0, {}, 8.0)
     costs = observer.result(host)
     assert (costs.steps, costs.host, costs.observed_host_us) == (3, host, 20 + 5 - 3)
     assert (costs.device_us, costs.launches) == (60, 1)
@@ -45,4 +45,4 @@ def test_no_steady_step_is_an_error() -> None:
     observer = StepCostObserver()
     observer(InputsPrepared(1, "v2", 0, 1, 16, 16, {}))
     with pytest.raises(ValueError, match="longer outputs"):
-        observer.result(HostParts(0, {}, 0.0, {}))
+        observer.result(HostParts(0, {}, 0.0, {}, 0.0))
