@@ -59,9 +59,8 @@ def _run(name: str, llm: LLM, spec: WorkloadSpec, steps: int) -> list[RunnerStep
     try:
         for _ in range(WARM_UP_STEPS):
             llm.step()
-        events: list[Event] = []
         times: list[tuple[int, int, int]] = []
-        with core.hooks.subscribe(SUMMARY_EVENTS, events.append):
+        with core.hooks.record(SUMMARY_EVENTS) as log:
             for _ in range(steps):
                 begin = time.perf_counter_ns()
                 llm.step()
@@ -79,7 +78,7 @@ def _run(name: str, llm: LLM, spec: WorkloadSpec, steps: int) -> list[RunnerStep
         while core.in_flight or core.scheduler.has_requests():
             llm.step()
     by_step: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
+    for event in log.take():
         by_step[event.step].append(event)
     return [
         RunnerStep(_name(name), number, state, state, tuple(by_step[step]), begin_ns=begin, end_ns=end)
