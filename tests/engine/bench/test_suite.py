@@ -66,9 +66,21 @@ def test_json_has_every_figure_of_both_runners(capsys: pytest.CaptureFixture[str
 
 def test_the_table_and_the_trace_of_one_runner(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    code, out, err = bench(capsys, *SMALL, "--workload", "b1", "--runner", "v2", "--profile", str(path))
+    code, out, err = bench(capsys, *SMALL, "--workload", "b1", "--runner", "v2", "--observe", "--profile", str(path))
     assert code == 0, err
-    for word in ("tokens/s", "ms/step", "of limit", "main thread", "waits: inside", " output\n", "to first token"):
+    for word in (
+        "tokens/s",
+        "ms/step",
+        "of limit",
+        "main thread",
+        "waits: inside",
+        " output\n",
+        "to first token",
+        "mean host",
+        "V2, processor",
+        "in 5 pairs], ",
+        "to read its log afterwards; every event",
+    ):
         assert word in out
     assert "V1" not in out and "× " not in out
     assert "hooks of V2" in path.read_text() and f"trace of 10 steps: {path}" in out
