@@ -18,7 +18,7 @@ from tests.workbench.fixtures import EVIL, PIECES, make_record
 from tests.workbench.sessions import prompt, tiny_session
 from workbench import AcceptanceView, Dashboard, Recording
 from workbench.recording import StepRecord
-from workbench.views.acceptance import BLOCKS, CLOSED, HELP, figure, traced, view_model
+from workbench.views.acceptance import BLOCKS, CLOSED, HELP, figure, reliability_figure, traced, view_model
 from workbench.views.acceptance_figure import OUTCOMES
 from workbench.views.acceptance_numbers import COLUMNS, Round, by_position, over_time
 
@@ -96,6 +96,15 @@ def test_confidences_stand_in_the_blocks_and_in_a_diagram() -> None:
     shown = panel(record=make_drafted_record(confident=True, **LONG))
     assert {name for block in shown["blocks"] for cell in block["cells"] for name, _ in cell["v"]} == set("pquc")
     assert [stage["name"] for stage in shown["reliability"]["stages"]] == ["as the head says it"]
+
+
+def test_the_diagrams_can_stand_alone() -> None:
+    record = make_drafted_record(confident=True, calibrated=True, **{**LONG, "runners": ("v2",)})
+    alone, whole = reliability_figure(record)._repr_html_(), figure(record)._repr_html_()
+    svgs = re.findall(r"<svg.*?</svg>", alone)
+    assert len(svgs) == 2 and svgs == re.findall(r"<svg.*?</svg>", whole)
+    with pytest.raises(ValueError, match="no drafts with confidences are traced here"):
+        reliability_figure(RECORD)
 
 
 def test_synthetic_acceptance_is_marked_in_both_twins() -> None:

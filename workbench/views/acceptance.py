@@ -18,6 +18,7 @@ from .acceptance_figure import draw as draw_figure
 from .acceptance_numbers import Round, by_position, over_time
 from .pieces import piece
 from .reliability import confidence_reliability
+from .reliability_figure import draw as draw_reliability
 
 BLOCKS = 8
 """So many of a request's blocks are shown, the newest."""
@@ -65,6 +66,19 @@ def figure(record: StepRecord, request_id: str | None = None) -> Html:
             "and step on"
         )
     return Html(f"acceptance of {model['note']}", draw_figure(model))
+
+
+def reliability_figure(record: StepRecord) -> Html:
+    """Of the static twin the confidences alone. Raises ValueError where no draft came with one."""
+    speculation = record.history.meta.get("speculation") or {}
+    every = [one for rounds in traced(record).values() for one in rounds]
+    found = confidence_reliability(every, speculation.get("calibration"))
+    if found is None:
+        raise ValueError(
+            "no drafts with confidences are traced here: make the session with trace_drafts=True and a "
+            "speculative_config of method 'dspark' with a model, and step on"
+        )
+    return Html(f"reliability of confidences up to step {record.step}", draw_reliability(found))
 
 
 def traced(record: StepRecord) -> dict[str, list[Round]]:
