@@ -1,6 +1,6 @@
 """Kernel 18 of gumbel.py, as Triton compiles it.
 
-It is bound by its instructions, not by reading the logits, so it spends a logarithm on a logit where two would decide.
+With two logarithms a logit its instructions took longer than reading the logits, so most logits are given one.
 """
 
 from kernels.noise import LN2, log2_bound_triton, log2_exponential_triton, philox_triton

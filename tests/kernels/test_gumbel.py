@@ -27,6 +27,9 @@ TILE = 4 * LANES
 # u = 0 (twice), the smallest positive u, and u -> 1 (twice).
 EDGE_WORDS = torch.tensor([0, -1, 1, 2**31 - 1, -(2**31)], dtype=torch.int32)
 NEG_INF = float("-inf")
+FORMS_OF_TRITON = pytest.mark.parametrize(
+    ("form", "device"), [("interpret", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)]
+)
 
 
 def sample(
@@ -121,9 +124,7 @@ def test_noise_is_finite_and_exact_at_every_uniform(form: str) -> None:
     torch.testing.assert_close(got, torch.log(-torch.log1p(-u)), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("form", "device"), [("interpret", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)]
-)
+@FORMS_OF_TRITON
 def test_the_bound_is_one_and_near_where_it_must_be(form: str, device: str) -> None:
     spread = torch.randint(-(2**31), 2**31, (900,), generator=torch.Generator().manual_seed(6)).int()
     words = torch.cat([EDGE_WORDS, 2 ** torch.arange(31).int(), spread]).to(device)
@@ -136,18 +137,25 @@ def test_the_bound_is_one_and_near_where_it_must_be(form: str, device: str) -> N
     assert near.sum() > 10 and (log2 - bound)[near].max() < 2e-4
 
 
+@FORMS_OF_TRITON
 @pytest.mark.parametrize("tile", [1, kernel._TILES])
-def test_all_scores_are_taken_where_bounds_do_not_decide(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_scores_are_taken_where_bounds_do_not_decide(
+    tile: int, form: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tokens of one lane, in one step or in two: the one with the larger bound has not always the better score."""
-    rows, vocab, tokens = 80, (tile + 1) * TILE, torch.tensor([7, 7 + tile * TILE])
-    logits = torch.full((rows, vocab), NEG_INF)
-    logits[:, tokens] = torch.tensor([0.0, 0.4])
-    noise = gumbel_noise(torch.full((rows,), 3), torch.arange(rows), vocab, purpose=Purpose.SAMPLE)[:, tokens]
-    scores = logits[:, tokens] + noise
-    bounds = logits[:, tokens] - torch.log(-torch.expm1(-torch.exp(-noise.double())))
-    assert (scores <= bounds).all() and (scores.argmax(1) != bounds.argmax(1)).sum() > 3
+    vocab, tokens, logits = (tile + 1) * TILE, torch.tensor([7, 7 + tile * TILE]), torch.tensor([0.0, 0.4])
+    position = torch.arange(200)
+    noise = gumbel_noise(torch.full((200,), 3), position, vocab, purpose=Purpose.SAMPLE)[:, tokens]
+    bounds = logits - torch.log(-torch.expm1(-torch.exp(-noise.double())))
+    best = (logits + noise).argmax(1)
+    position = position[best != bounds.argmax(1)][:8]
+    assert (logits + noise <= bounds).all() and len(position) == 8
+    rows = torch.full((8, vocab), NEG_INF)
+    rows[:, tokens] = logits
     monkeypatch.setattr(kernel, "_PROGRAMS", 1)
-    assert torch.equal(sample(logits, seed=3, form="interpret"), tokens[scores.argmax(1)])
+    idx, temperature, seeds = torch.zeros(8, dtype=torch.int32), torch.ones(1), torch.tensor([3])
+    batch = [x.to(device) for x in (rows, idx, temperature, seeds, position)]
+    assert torch.equal(gumbel_sample(*batch, purpose=Purpose.SAMPLE, form=form).cpu(), tokens[best[position]])
 
 
 @pytest.mark.slow
