@@ -39,10 +39,14 @@ class CostTable:
     def measured(
         cls, sizes: Sequence[int], measure: Callable[[int], float], step_limit: int = 0, repeats: int = 5
     ) -> CostTable:
-        """The median of ``repeats`` measurements a size, made monotone from the smallest up."""
+        """The median of ``repeats`` measurements a size, made monotone from the smallest up.
+
+        Every size is measured once before any is measured again: what disturbs the machine for a while disturbs one
+        measurement of each, and not all of one, which would make all larger sizes as dear.
+        """
+        rounds = [[measure(size) for size in sizes] for _ in range(repeats)]
         costs: list[float] = []
-        for size in sizes:
-            cost = statistics.median(measure(size) for _ in range(repeats))
+        for cost in map(statistics.median, zip(*rounds, strict=True)):
             costs.append(max(cost, costs[-1]) if costs else cost)
         return cls(tuple(sizes), tuple(costs), step_limit)
 

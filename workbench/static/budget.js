@@ -3,10 +3,10 @@ import { mount } from "./common.js";
 import { el, heading, svg, title } from "./dom.js";
 
 const [WIDE, HIGH] = [300, 120];
-const [LEFT, TOP, RIGHT, FOOT] = [34, 10, 12, 20];
+const [LEFT, TOP, RIGHT, FOOT] = [54, 10, 12, 20];
 const LEGENDS = {
   shares: "drafts verified of a request, by requests running: mean, least and most; dashed: all there are",
-  costs: "measured cost of a step in ms, by its tokens; dots: sizes that were chosen, the newest filled",
+  costs: "measured cost of a step, by its tokens; dots: sizes that were chosen, the newest filled",
   loads: "means by load; expected and came: tokens, where confidences were known",
   steps: "the newest steps; ms: what a step costs with no drafts, with the chosen ones, with all",
 };
@@ -49,7 +49,7 @@ function costs({ curves, chosen, max: [widest, highest] }) {
   const dots = chosen.map(([tokens, ms, steps], i) =>
     svg("circle", { class: i === chosen.length - 1 ? "rs-newest" : null, cx: along(tokens, widest), cy: up(ms, highest), r: 4 },
       title(`${tokens} tokens: ${ms.toFixed(2)} ms, chosen in ${steps} steps`)));
-  return chart("costs", [lines, dots], [String(widest), highest.toFixed(1)]);
+  return chart("costs", [lines, dots], [String(widest), `${highest.toFixed(1)} ms`]);
 }
 
 function panel(one) {

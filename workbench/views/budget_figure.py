@@ -9,14 +9,14 @@ from ..html import Markup, h, join
 
 WIDE, HIGH = 300, 120
 """Of a chart's square, in pixels."""
-LEFT, TOP, RIGHT, FOOT = 34, 10, 12, 20
+LEFT, TOP, RIGHT, FOOT = 54, 10, 12, 20
 _QUIET = "color:#667078"
 _PARTS = "display:flex;flex-wrap:wrap;gap:10px 26px;align-items:flex-start"
 _CELL = "padding:1px 8px;border:0;background:#fff;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"
 _HEAD = _CELL + ";font-weight:600;border-bottom:1px solid #ddd"
 LEGENDS = {
     "shares": "drafts verified of a request, by requests running: mean, least and most; dashed: all there are",
-    "costs": "measured cost of a step in ms, by its tokens; dots: sizes that were chosen, the newest filled",
+    "costs": "measured cost of a step, by its tokens; dots: sizes that were chosen, the newest filled",
     "loads": "means by load; expected and came: tokens, where confidences were known",
     "steps": "the newest steps; ms: what a step costs with no drafts, with the chosen ones, with all",
 }
@@ -73,7 +73,7 @@ def _costs(costs: Mapping[str, Any]) -> Markup:
         x, y = round(WIDE * tokens / widest, 1), round(HIGH * (1 - ms / highest), 1)
         tip = h("title", f"{tokens} tokens: {ms:.2f} ms, chosen in {steps} steps")
         marks.append(h("circle", tip, cx=x, cy=y, r=4, fill="#D55E00" if newest else "#fff", stroke="#D55E00"))
-    return _chart("costs", marks, [str(widest), f"{highest:.1f}"])
+    return _chart("costs", marks, [str(widest), f"{highest:.1f} ms"])
 
 
 def _chart(name: str, marks: list[Markup], largest: list[str]) -> Markup:

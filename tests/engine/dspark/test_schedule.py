@@ -161,8 +161,11 @@ def test_budgets_follow_the_confidences_that_have_arrived() -> None:
 def test_cost_tables() -> None:
     table = CostTable((1, 4, 8, 16), (10.0, 20.0, 40.0, 120.0), step_limit=4)
     assert [table(n) for n in (0, 1, 2, 4, 6, 8, 12, 16, 24)] == [10, 10, 20, 20, 30, 40, 80, 120, 200]
-    noisy = iter([5.0, 9.0, 7.0, 8.0, 1.0, 2.0])
+    noisy = iter([5.0, 8.0, 9.0, 1.0, 7.0, 2.0])
     assert CostTable.measured((1, 2), lambda size: next(noisy), repeats=3).costs == (7.0, 7.0)
+    # A machine that is busy for two measurements in a row.
+    busy = iter([90.0, 90.0, 1.0, 2.0, 1.0, 2.0])
+    assert CostTable.measured((1, 2), lambda size: next(busy), repeats=3).costs == (1.0, 2.0)
     for sizes, costs in (((), ()), ((2, 1), (1.0, 2.0)), ((1, 2), (2.0, 1.0)), ((1,), (0.0,))):
         with pytest.raises(ValueError, match="cost"):
             CostTable(sizes, costs)
