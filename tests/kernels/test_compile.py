@@ -19,6 +19,10 @@ QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 TILES = {"BLOCK_D": 128, "BLOCK_SIZE": 16, "UPCAST": False}
 DECODE = (BF16, "i32", BF16, "i64", I32, "i32", I32, I64)
 LINEAR = {"PDL": True, "UPCAST": False, "EVEN": True, "BLOCK_N": 16, "BLOCK_K": 512, "NUM_CHUNKS": 2}
+BEFORE = (I32, "i32", F32, I32, "i32")  # anchors, and the best of each tile of the draft before
+SCORE = (*BEFORE, F32, BF16, BF16, BF16, BF16, "i32", "i32", BF16, BF16, BF16, F32, I64, "i32", "i32", "i32", "i32")
+SCORE_TILES = {"BLOCK_T": 32, "BLOCK_D": 256, "UPCAST": False, "PDL": True}
+LATENT = {"RANK": 32, "BLOCK_J": 32, "BLOCK_K": 32, "BLOCK_T": 256, "PDL": True}
 GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", "i32", F32, I64)
 # (file, kernel, types of the run-time arguments, constexprs)
 KERNELS = [
@@ -137,6 +141,40 @@ KERNELS = [
         "_add_rms_norm_kernel",
         (BF16, "i32", BF16, "i32", BF16, BF16, "i32", "fp32"),
         {"BLOCK": 1024},
+    ),
+    *[
+        (
+            "markov_drafts_triton",
+            "score_kernel",
+            tuple(t for i, t in enumerate(SCORE) if i != 8),
+            {"RANK": 32, "BLOCK_K": 32, **SCORE_TILES, **tile, "latents_ptr": None},
+        )
+        for tile in (
+            {"BLOCK_R": 1, "BLOCK_V": 256, "FIRST": True},
+            {"BLOCK_R": 1, "BLOCK_V": 256, "FIRST": False},
+            {"BLOCK_R": 16, "BLOCK_V": 256, "FIRST": False},
+        )
+    ],
+    (
+        "markov_drafts_triton",
+        "score_kernel",
+        SCORE,
+        {"RANK": 250, "BLOCK_K": 32, **SCORE_TILES, "BLOCK_R": 32, "BLOCK_V": 256, "FIRST": False},
+    ),
+    *[
+        (
+            "markov_drafts_triton",
+            "latent_kernel",
+            (*BEFORE, BF16, BF16, BF16, BF16, F32, "i32", "i32", "i32"),
+            {**LATENT, "IS_RNN": is_rnn, "FIRST": first},
+        )
+        for is_rnn, first in ((False, True), (True, True), (True, False))
+    ],
+    (
+        "markov_drafts_triton",
+        "last_token_kernel",
+        (F32, I32, "i32", I64, "i32", "i32"),
+        {"BLOCK_T": 256, "PDL": True},
     ),
     ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"BLOCK": 1024}),
     (
