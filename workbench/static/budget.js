@@ -3,7 +3,7 @@ import { mount } from "./common.js";
 import { el, heading, svg, title } from "./dom.js";
 
 const [WIDE, HIGH] = [300, 120];
-const [LEFT, TOP, RIGHT, FOOT] = [54, 10, 12, 20];
+const [LEFT, TOP, RIGHT, FOOT] = [60, 10, 12, 20];
 const LEGENDS = {
   shares: "drafts verified of a request, by requests running: mean, least and most; dashed: all there are",
   costs: "measured cost of a step, by its tokens; dots: sizes that were chosen, the newest filled",

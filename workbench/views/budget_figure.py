@@ -9,7 +9,7 @@ from ..html import Markup, h, join
 
 WIDE, HIGH = 300, 120
 """Of a chart's square, in pixels."""
-LEFT, TOP, RIGHT, FOOT = 54, 10, 12, 20
+LEFT, TOP, RIGHT, FOOT = 60, 10, 12, 20
 _QUIET = "color:#667078"
 _PARTS = "display:flex;flex-wrap:wrap;gap:10px 26px;align-items:flex-start"
 _CELL = "padding:1px 8px;border:0;background:#fff;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"
