@@ -32,6 +32,7 @@ def decode_attention_kernel(
     num_reqs,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
+    QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -42,8 +43,9 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """See the head of this file; the grid is (Hk * SPLITS, rows)."""
-    NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
+    """See the head of this file; the grid is (Hk * SPLITS, requests). GROUP counts the heads of all QUERIES."""
+    PER_QUERY: tl.constexpr = GROUP // QUERIES
+    NUM_HEADS: tl.constexpr = PER_QUERY * NUM_KV_HEADS
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     STORED: tl.constexpr = kv_cache_ptr.dtype.element_ty
     MULTIPLIED: tl.constexpr = tl.float32 if UPCAST else STORED
@@ -56,14 +58,15 @@ def decode_attention_kernel(
     d_inside = d < HEAD_DIM
     # Before the wait: all that the step's embedding came after.
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_reqs, other=0)
-    slot = tl.load(slot_mapping_ptr + row)
+    if slot_mapping_ptr is not None:
+        slot = tl.load(slot_mapping_ptr + row)
     table_ptr = cos_sin_ptr
     if cos_sin_ptr is not None:
         table_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * HEAD_DIM
     q_own, q_cross = rotation_factors(d, d_inside, q_norm_ptr, table_ptr, HEAD_DIM)
     k_own, k_cross = rotation_factors(d, d_inside, k_norm_ptr, table_ptr, HEAD_DIM)
-    # The cache holds all but this step's token, which split 0 adds itself.
-    cached = tl.maximum(seq_len - 1, 0)
+    # The cache holds all, or all but this step's token, which split 0 adds itself.
+    cached = tl.maximum(seq_len - (0 if slot_mapping_ptr is None else 1), 0)
     part = tl.cdiv(tl.cdiv(cached, SPLITS), BLOCK_N) * BLOCK_N
     begin = split * part
     end = tl.minimum(begin + part, cached)
@@ -79,35 +82,37 @@ def decode_attention_kernel(
         tl.extra.cuda.gdc_wait()
     is_head = g[:, None] < GROUP
     inside_out = is_head & d_inside[None, :]
-    out_ptr += (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
-    out = g[:, None] * HEAD_DIM + d[None, :]
+    out_ptr += (row * QUERIES * NUM_HEADS + kv_head * PER_QUERY) * HEAD_DIM
+    out = _head_offset(g, NUM_HEADS * HEAD_DIM, QUERIES, PER_QUERY, HEAD_DIM)[:, None] + d[None, :]
     if seq_len <= 0:
         if split == 0:
             tl.store(out_ptr + out, tl.zeros([BLOCK_M, BLOCK_D], STORED), mask=inside_out)
         return
     if (split > 0) & (begin >= end):
         return
-    qkv_ptr += row * qkv_stride
-    q_ptr = qkv_ptr + (kv_head * GROUP + g[:, None]) * HEAD_DIM
+    qkv_ptr += row * QUERIES * qkv_stride
+    q_ptr = qkv_ptr + kv_head * PER_QUERY * HEAD_DIM
+    q_ptr += _head_offset(g, qkv_stride, QUERIES, PER_QUERY, HEAD_DIM)[:, None]
     q = rotate_block(q_ptr, is_head, d, d_inside, q_own, q_cross, q_norm_ptr, table_ptr, eps, HEAD_DIM)
     q = q.to(STORED).to(MULTIPLIED)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if split == 0:
-        one = tl.arange(0, 1)[:, None]
-        new_ptr = qkv_ptr + (NUM_HEADS + kv_head + one) * HEAD_DIM
-        k = rotate_block(new_ptr, one == 0, d, d_inside, k_own, k_cross, k_norm_ptr, table_ptr, eps, HEAD_DIM)
-        k = k.to(STORED)
-        v = tl.load(new_ptr + TOKEN + d[None, :], mask=d_inside[None, :], other=0.0)
-        store_ptr = key_ptr + slot * TOKEN + d[None, :]
-        # A block of one: the interpreter cannot spread a boolean scalar over a block.
-        has_slot = slot + tl.zeros([1, 1], tl.int64) >= 0
-        tl.store(store_ptr, k, mask=d_inside[None, :] & has_slot)
-        tl.store(store_ptr + value_offset, v, mask=d_inside[None, :] & has_slot)
-        m = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
-        total += 1.0
-        acc += v.to(tl.float32)
+    if slot_mapping_ptr is not None:  # noqa: SIM102, Triton must leave the inner one out
+        if split == 0:
+            one = tl.arange(0, 1)[:, None]
+            new_ptr = qkv_ptr + (NUM_HEADS + kv_head + one) * HEAD_DIM
+            k = rotate_block(new_ptr, one == 0, d, d_inside, k_own, k_cross, k_norm_ptr, table_ptr, eps, HEAD_DIM)
+            k = k.to(STORED)
+            v = tl.load(new_ptr + TOKEN + d[None, :], mask=d_inside[None, :], other=0.0)
+            store_ptr = key_ptr + slot * TOKEN + d[None, :]
+            # A block of one: the interpreter cannot spread a boolean scalar over a block.
+            has_slot = slot + tl.zeros([1, 1], tl.int64) >= 0
+            tl.store(store_ptr, k, mask=d_inside[None, :] & has_slot)
+            tl.store(store_ptr + value_offset, v, mask=d_inside[None, :] & has_slot)
+            m = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
+            total += 1.0
+            acc += v.to(tl.float32)
     if SPLITS > 1:
         weights, shrink, m, total = _weigh(q, first_k, inside, scale, m, total, MULTIPLIED)
         weights = weights.to(STORED).to(MULTIPLIED)
@@ -138,9 +143,19 @@ def decode_attention_kernel(
             first = pair * SPLITS * GROUP_PAD
             l_ptr = statistics_ptr + num_pairs * SPLITS * GROUP_PAD
             y = _combine(partial_ptr, statistics_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS)
-            h = tl.arange(0, GROUP_PAD)[:, None]
-            y_inside = (h < GROUP) & d_inside[None, :]
-            tl.store(out_ptr + h * HEAD_DIM + d[None, :], y.to(STORED), mask=y_inside)
+            h = tl.arange(0, GROUP_PAD)
+            y_inside = (h < GROUP)[:, None] & d_inside[None, :]
+            y_out = _head_offset(h, NUM_HEADS * HEAD_DIM, QUERIES, PER_QUERY, HEAD_DIM)[:, None] + d[None, :]
+            tl.store(out_ptr + y_out, y.to(STORED), mask=y_inside)
+
+
+@triton.jit
+def _head_offset(g, row_stride, QUERIES: tl.constexpr, PER_QUERY: tl.constexpr, HEAD_DIM: tl.constexpr):
+    # Where head g of a group lies behind the group's first one; rows of row_stride belong to its queries.
+    if QUERIES == 1:
+        return g * HEAD_DIM
+    else:
+        return g // PER_QUERY * row_stride + g % PER_QUERY * HEAD_DIM
 
 
 @triton.jit

@@ -349,10 +349,11 @@ def test_the_decode_kernel_compiles_for_a_whole_block(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does anyway, with a warning
-    constexprs: dict[str, object] = {"PDL": False, "UPCAST": False, "GROUP": 21, "GROUP_PAD": 32, "NUM_KV_HEADS": 3}
+    constexprs: dict[str, object] = {"PDL": False, "UPCAST": False, "QUERIES": 7, "GROUP": 21, "GROUP_PAD": 32}
+    constexprs |= {"NUM_KV_HEADS": 3, "slot_mapping_ptr": None}
     constexprs |= {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_SIZE": 16, "BLOCK_M": 32, "BLOCK_N": 64, "SPLITS": 16}
     constexprs |= dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))
-    types = {"slot_mapping_ptr": "*i64", "value_offset": "i64", "eps": "fp32", "scale": "fp32"}
+    types = {"value_offset": "i64", "eps": "fp32", "scale": "fp32"}
     types |= dict.fromkeys(("qkv_ptr", "kv_cache_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("partial_ptr", "statistics_ptr"), "*fp32")
     signature = {
