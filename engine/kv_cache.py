@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .block_pool import ROOT_PREFIX_ID, BlockPool
@@ -129,11 +129,31 @@ class KVCacheManager:
         self._publish(request, blocks, num_computed + num_new_tokens)
         return added
 
+    def add_blocks(self, request_ids: Iterable[str], counts: Sequence[int]) -> list[list[int]] | None:
+        """Gives each of the requests, which own blocks already, as many more as `counts` says, in this order.
+
+        Returns the block ids of each; None, with nothing changed, when blocks are short for all of them together.
+        """
+        total = sum(counts)
+        if total > self.pool.num_free_blocks:
+            return None
+        block_ids, begin, added = self.pool.allocate(total), 0, []
+        for request_id, count in zip(request_ids, counts, strict=True):
+            own = block_ids[begin : begin + count]
+            self._requests[request_id].block_ids += own
+            added.append(own)
+            begin += count
+        return added
+
     def cache_blocks(self, request: Request) -> None:
         """Publishes the full blocks whose tokens have become known since their slots were given."""
         blocks = self._requests.get(request.request_id)
         if blocks is not None and request.num_computed_tokens >= (blocks.num_published + 1) * self.block_size:
             self._publish(request, blocks, request.num_computed_tokens)
+
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """Publishes the full blocks of the first `num_computed_tokens`, which a step about to be launched computes."""
+        self._publish(request, self._requests[request.request_id], num_computed_tokens)
 
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back, the last first: a prefix is evicted from its end. Ignores unknown ids."""

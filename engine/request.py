@@ -48,9 +48,6 @@ class Request:
     """Its grammar, if its output is held to one."""
     prompt_logprobs: list[RequestLogprobs | None] = field(default_factory=list)
     """If asked for: one for each prompt position computed so far, None for the first."""
-    accepted_per_round: list[int] = field(default_factory=list)
-    """Accepted drafts of each step that verified some."""
-    num_draft_tokens: int = 0
     first_token_time: float | None = None
     """Like the last token's, when it reached the host, in seconds on `time.monotonic`'s clock."""
     row: int = field(default=-1, init=False)
@@ -59,6 +56,8 @@ class Request:
     _num_computed_tokens: int = field(default=0, init=False)
     _num_output_placeholders: int = field(default=0, init=False)
     _last_token_time: float | None = field(default=None, init=False)
+    _accepted_per_round: list[int] = field(default_factory=list, init=False, repr=False)
+    _num_draft_tokens: int = field(default=0, init=False)
 
     # While it runs its counts live in the scheduler's table, which moves all of them at once.
 
@@ -108,6 +107,25 @@ class Request:
         if self._table is None:
             return self._last_token_time
         return float(self._table.last_token_time[self.row]) or None
+
+    @property
+    def accepted_per_round(self) -> list[int]:
+        """Accepted drafts of each step that verified some."""
+        if self._table is not None:
+            self._table.rounds.settle()
+        return self._accepted_per_round
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that those steps had room for."""
+        if self._table is not None:
+            self._table.rounds.settle()
+        return self._num_draft_tokens
+
+    def add_rounds(self, accepted: list[int], num_drafts: int) -> None:
+        """Steps that verified `num_drafts` in all, and accepted so many each."""
+        self._accepted_per_round += accepted
+        self._num_draft_tokens += num_drafts
 
     def append_output(self, token_id: int, now: float) -> None:
         """A token has reached the host."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .draft_rounds import DraftRounds
+
 if TYPE_CHECKING:
     from .request import Request
 
@@ -49,6 +51,8 @@ class RunningTable:
         self.generation = column()
         """Counts the tenants of a row: a step in flight knows by it whether the row is still its request's."""
         self.requests: list[Request | None] = [None] * max_num_seqs
+        self.rounds = DraftRounds()
+        """Of the requests in the table."""
         self.version = 0
         """Changes whenever a request comes or goes."""
         self._priority = column()
@@ -100,6 +104,7 @@ class RunningTable:
 
     def remove(self, request: Request) -> None:
         """Frees the row of `request`, which takes its counts along."""
+        self.rounds.settle()
         row, order = request.leave(), self.order
         place = int(np.flatnonzero(order == row)[0])
         order[place:-1] = order[place + 1 :].copy()
@@ -137,7 +142,14 @@ class RunningTable:
         samples = computed - num_drafts == self.num_tokens[rows] + self.num_output_placeholders[rows]
         self.num_output_placeholders[rows] += np.where(samples, num_drafts + 1, 0)
 
-    def reject(self, rows: np.ndarray, num_rejected: np.ndarray) -> None:
+    def advance_decodes(self, at: np.ndarray | slice, num_tokens: np.ndarray, step: int) -> None:
+        """`advance` where each of the rows `at` samples: behind its last known token its `num_tokens` i64 are drafts
+        but for the first."""
+        self.num_computed_tokens[at] += num_tokens
+        self.num_output_placeholders[at] += num_tokens
+        self.last_step[at] = step
+
+    def reject(self, rows: np.ndarray | slice, num_rejected: np.ndarray) -> None:
         """Takes back what `advance` counted for drafts that were not accepted, i64 for each of `rows`."""
         self.num_computed_tokens[rows] -= num_rejected
         self.num_output_placeholders[rows] -= num_rejected

@@ -8,7 +8,6 @@ even one of higher priority.
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections.abc import Iterable, Sequence, Set
 from typing import Literal
@@ -18,9 +17,7 @@ import numpy as np
 from .admission import AdmissionLimits
 from .config import EngineConfig
 from .hooks import (
-    GrammarAdvanced,
     Hooks,
-    PromptLogprobsComputed,
     RequestAdded,
     RequestFinished,
     RequestPreempted,
@@ -30,12 +27,12 @@ from .hooks import (
 from .kv_cache import KVCacheManager
 from .request import Request, RequestStatus
 from .running_table import RunningTable
-from .sample.prompt_logprobs import PromptLogprobs
-from .sched_output import ModelRunnerOutput, SchedulerOutput
+from .sched_output import SchedulerOutput
 from .step_plan import ScheduledBatch, StepPlan
+from .token_intake import TokenIntake
 
 
-class Scheduler:
+class Scheduler(TokenIntake):
     """The queue, the running set and the KV blocks of one engine. `config` must be resolved.
 
     `num_device_drafts` follow each token that a step samples, known to the device alone (V2); their drafter wants KV
@@ -56,24 +53,20 @@ class Scheduler:
     ) -> None:
         if config.max_model_len is None or config.max_num_seqs is None or config.num_gpu_blocks_override is None:
             raise ValueError("the scheduler needs a resolved config: call EngineConfig.resolve first")
+        kv_cache = KVCacheManager(config.num_gpu_blocks_override, config.block_size, config.enable_prefix_caching)
+        super().__init__(config.max_model_len, hooks, RunningTable(config.max_num_seqs), kv_cache)
         self.config = config
-        self.max_model_len = config.max_model_len
         self.max_num_seqs = config.max_num_seqs
-        self.kv_cache = KVCacheManager(config.num_gpu_blocks_override, config.block_size, config.enable_prefix_caching)
         self._limits = AdmissionLimits(config.max_model_len, config.block_size, config.num_gpu_blocks_override - 1)
         self.requests: dict[str, Request] = {}
         """Every unfinished request."""
         self.waiting: list[Request] = []
         """In the order of admission; preempted requests too."""
-        self.table = RunningTable(config.max_num_seqs)
-        self._hooks = hooks
         self._v2 = use_v2_model_runner
         self._by_priority = config.scheduling_policy == "priority"
         self._num_added = 0
         """The number of the next request, which a request without a seed derives its own from."""
         self._seed_index: dict[str, int] = {}
-        self._in_flight: dict[int, ScheduledBatch] = {}
-        """By step."""
         self._last_batch: ScheduledBatch | None = None
         self._last_step = 0
         """The last step that was not empty."""
@@ -81,6 +74,8 @@ class Scheduler:
         self._num_lookahead_tokens = num_lookahead_tokens
         self._steady_steps = 0
         """So many steps can be scheduled like the last one unless a request comes or goes."""
+        self._steps_in_blocks = 0
+        """In so many of those nobody needs a block."""
         self._runner_ids: set[str] = set()
         """Ids of which the runner keeps state."""
         self._finished_req_ids: set[str] = set()
@@ -165,49 +160,70 @@ class Scheduler:
 
     def schedule(self, step: int) -> SchedulerOutput:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
-        plan, steady = StepPlan(self.config.max_num_batched_tokens), self._steady_batch()
+        plan = StepPlan(self.config.max_num_batched_tokens, device_drafts=self._num_device_drafts > 0)
+        steady = self._steady_batch(plan)
         if steady is not None:
-            computed = self.table.num_computed_tokens[steady.rows]
-            plan.take_running(steady.rows, steady.num_tokens, steady.num_drafts, computed)
+            plan.take_same(steady, self.table.num_computed_tokens[steady.at].copy())
         else:
             self._schedule_running(plan)
         if RequestScheduled in self._hooks.wanted:
             for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
                 self._emit_scheduled(self._request(row), count, "running", 0)
-        if plan.can_admit and self.waiting:
+        if self.waiting and plan.can_admit:
             self._schedule_waiting(plan)
         batch = steady if steady is not None and not plan.admits else plan.batch(self.table, self._last_batch)
-        if batch.requests:
+        if batch is steady:
+            self.table.advance_decodes(batch.at, batch.num_tokens, step)
+        elif batch.requests:
             self.table.advance(batch.rows, batch.num_tokens, batch.num_drafts, step)
             if self._num_device_drafts:
                 self._expect_drafts(batch.rows)
+        if batch.requests:
             self._in_flight[step] = self._last_batch = batch
             self._last_step = step
         finished = frozenset(self._finished_req_ids)
         self._finished_req_ids.clear()
         return plan.output(step, batch, finished)
 
-    def _steady_batch(self) -> ScheduledBatch | None:
-        """The last step's batch, if this step's running part is the same."""
-        if self._steady_steps == 0 or self._last_batch is None or self._last_batch.version != self.table.version:
+    def _steady_batch(self, plan: StepPlan) -> ScheduledBatch | None:
+        """The last step's batch, if this step's running part is the same: it has its blocks then."""
+        batch = self._last_batch
+        if self._steady_steps == 0 or batch is None or batch.version != self.table.version:
             return None
+        if self._steps_in_blocks == 0:
+            if not self._give_blocks_to_all(plan, batch.rows, batch.num_tokens):
+                return None
+            self._note_steps_in_blocks(batch.rows, batch.num_tokens)
+        else:
+            self._steps_in_blocks -= 1
         self._steady_steps -= 1
-        return self._last_batch
+        return batch
 
     def _note_steadiness(self, plan: StepPlan) -> None:
-        """Counts the steps from now on in which all will decode again, in the blocks that they have and to no end."""
+        """Counts the steps from now on in which all will decode again, with as many drafts and to no end."""
         table, rows = self.table, plan.rows
         self._steady_steps = 0
-        if self.config.speculative_config is not None:
+        if self.config.speculative_config is not None and not self._num_device_drafts:
             return  # what comes after a step depends on drafts that aren't there yet
-        if len(rows) and len(rows) == len(table) and not plan.all_token_ids and (plan.num_tokens == 1).all():
-            # As it will be behind this step.
-            computed = plan.num_computed_tokens + 1
-            known = table.num_tokens[rows] + table.num_output_placeholders[rows] + 1
-            ends = [table.limit[rows] - known, table.num_slots[rows] - computed]
-            if not self.config.async_scheduling:
-                ends.append(table.publish_at[rows] - 1 - computed)
-            self._steady_steps = int(min(end.min() for end in ends)) if (known == computed + 1).all() else 0
+        each = 1 + self._num_device_drafts
+        if not len(rows) or len(rows) != len(table) or plan.all_token_ids or (plan.num_tokens != each).any():
+            return
+        # Of drafts that are not accepted less will be known, and the end is further.
+        known = table.num_tokens[rows] + table.num_output_placeholders[rows]
+        if (known != plan.num_computed_tokens + 1).any():
+            return
+        steps = int((table.limit[rows] - known).min()) // each - 1
+        if each == 1 and not self.config.async_scheduling:
+            # A step of which every token is known publishes the block that it fills.
+            steps = min(steps, int((table.publish_at[rows] - known).min()) - 1)
+        self._steady_steps = max(0, steps)
+        self._note_steps_in_blocks(rows, plan.num_tokens)
+
+    def _note_steps_in_blocks(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Called before this step's `num_tokens` of `rows`, more than none, are counted."""
+        table = self.table
+        left = table.num_slots[rows] - table.num_computed_tokens[rows] - self._num_lookahead_tokens
+        self._steps_in_blocks = max(0, int((left // num_tokens).min()) - 1)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         table = self.table
@@ -256,12 +272,10 @@ class Scheduler:
         If blocks run out the one in need goes without its drafts (both arrays are changed); then the last of `rows` is
         preempted, down to the one in need, which at last sits the step out with all behind it.
         """
-        table, end = self.table, len(rows)
-        ends = table.num_computed_tokens[rows] + num_tokens
-        # A block is full, and all its tokens are known: the request publishes it.
-        publishes = (ends >= table.publish_at[rows]) & (ends <= table.num_tokens[rows])
-        wanted = np.minimum(ends + self._num_lookahead_tokens, self.max_model_len)
-        in_need = np.flatnonzero(((wanted > table.num_slots[rows]) | publishes) & (num_tokens > 0))
+        if self._give_blocks_to_all(plan, rows, num_tokens):
+            return rows
+        end = len(rows)
+        in_need = self._in_need(rows, num_tokens)[0]
         for i in in_need.tolist():
             if i >= end:
                 break
@@ -286,6 +300,37 @@ class Scheduler:
             self._note_blocks(request)
         return rows[:end]
 
+    def _in_need(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Who of `rows` gets blocks or publishes some before `num_tokens` (i64, each) are computed: the places in
+        `rows`; the tokens for which each wants slots; and the tokens that it has then, computed ones."""
+        table = self.table
+        ends = table.num_computed_tokens[rows] + num_tokens
+        # A block is full, and all its tokens are known: the request publishes it.
+        publishes = (ends >= table.publish_at[rows]) & (ends <= table.num_tokens[rows])
+        wanted = np.minimum(ends + self._num_lookahead_tokens, self.max_model_len)
+        return np.flatnonzero(((wanted > table.num_slots[rows]) | publishes) & (num_tokens > 0)), wanted, ends
+
+    def _give_blocks_to_all(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """Makes room for `num_tokens` of each of `rows`, and for the drafter; False, with nothing changed, if there
+        are not enough blocks for all of that."""
+        in_need, wanted, ends = self._in_need(rows, num_tokens)
+        if not len(in_need):
+            return True
+        table, block_size = self.table, self.config.block_size
+        needy, ends = rows[in_need], ends[in_need]
+        num_blocks = np.maximum(0, -(-(wanted[in_need] - table.num_slots[needy]) // block_size))
+        requests = [self._request(row) for row in needy.tolist()]
+        ids = [request.request_id for request in requests]
+        block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
+        if block_ids is None:
+            return False
+        plan.new_block_ids.update((rid, own) for rid, own in zip(ids, block_ids, strict=True) if own)
+        table.num_slots[needy] += num_blocks * block_size
+        for i in np.flatnonzero(np.minimum(ends, table.num_tokens[needy]) >= table.publish_at[needy]).tolist():
+            self.kv_cache.publish(requests[i], int(ends[i]))
+            self._note_blocks(requests[i])
+        return True
+
     def _allocate(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
         """As `KVCacheManager.allocate_slots`, with the drafter's slots if there are blocks for them."""
         end = request.num_computed_tokens + len(hits) * self.config.block_size + num_new_tokens
@@ -294,14 +339,6 @@ class Scheduler:
         if block_ids is None and beyond > 0:
             block_ids = self.kv_cache.allocate_slots(request, num_new_tokens, hits)
         return block_ids
-
-    def _request(self, row: int) -> Request:
-        request = self.table.requests[row]
-        assert request is not None, f"row {row} is nobody's"
-        return request
-
-    def _note_blocks(self, request: Request) -> None:
-        self.table.num_slots[request.row], self.table.publish_at[request.row] = self.kv_cache.bounds(request.request_id)
 
     def _preempt(self, victim: Request, by: Request, plan: StepPlan) -> None:
         rid = victim.request_id
@@ -374,133 +411,6 @@ class Scheduler:
         requests = self._in_flight[scheduler_output.step].structured_output_requests
         return [request for request in requests if not request.is_finished and request.num_output_placeholders > 0]
 
-    # -- the step's tokens arrive
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, every_token: bool = True
-    ) -> list[tuple[Request, list[int]]]:
-        """Appends the step's tokens; returns requests that got any, in the runner's order, with the accepted ones.
-
-        A request ends at a stop token (after min_tokens), at max_tokens or at max_model_len, and when its grammar
-        says that the output is complete or refuses a token; what was sampled after that is dropped, as are tokens of
-        requests that have ended and of a step that `recover` made void. Without `every_token` a quiet request is
-        returned only when it ends.
-        """
-        if scheduler_output.step not in self._in_flight:
-            return []
-        batch, now = self._in_flight[scheduler_output.step].in_order(runner_output.req_ids), time.monotonic()
-        del self._in_flight[scheduler_output.step]
-        if runner_output.prompt_logprobs:
-            for request in batch.requests:
-                if (found := runner_output.prompt_logprobs.get(request.request_id)) is not None:
-                    request.add_prompt_logprobs(found)
-                    if PromptLogprobsComputed in self._hooks.wanted and not request.is_finished:
-                        self._emit_prompt_logprobs(request, scheduler_output.step, found)
-        tokens, counts = runner_output.sampled_token_ids, runner_output.num_sampled
-        table, rows = self.table, batch.rows
-        sampled = counts > 0
-        if batch.has_drafts:
-            self._reject(batch, counts)
-        # A request that is still in its row and can't end here: nearly all, nearly always.
-        plain = sampled & (table.num_tokens[rows] + counts < table.limit[rows])
-        if batch.version != table.version:
-            plain &= table.generation[rows] == batch.generations
-        if (stop_ids := table.stop_token_ids).size:
-            plain &= ~np.isin(tokens, stop_ids).any(axis=1)
-        plain &= ~table.constrained[rows]
-        all_plain = bool(plain.all())
-        self._append_plain(batch, None if all_plain and tokens.shape[1] == 1 else plain, tokens, counts, now)
-        if all_plain and not every_token and table.quiet[rows].all():
-            return []
-        wanted = plain if every_token else plain & ~table.quiet[rows]
-        updates = {i: (batch.requests[i], tokens[i, : counts[i]].tolist()) for i in np.flatnonzero(wanted).tolist()}
-        for i in [] if all_plain else np.flatnonzero(~plain & sampled).tolist():
-            request = batch.requests[i]
-            if not request.is_finished:
-                accepted = self._append(request, tokens[i, : counts[i]].tolist(), now, scheduler_output.step)
-                if every_token or request.is_finished or not request.quiet:
-                    updates[i] = (request, accepted)
-        return [updates[i] for i in sorted(updates)]
-
-    def _emit_prompt_logprobs(self, request: Request, step: int, found: PromptLogprobs) -> None:
-        stamp, rid, count = self._hooks.stamp(), request.request_id, len(found.entries)
-        self._hooks.emit(PromptLogprobsComputed(*stamp, rid, step, found.start, count, found.k, found.chunk_rows))
-
-    def _reject(self, batch: ScheduledBatch, counts: np.ndarray) -> None:
-        """Takes back the drafts that were not accepted: of d drafts and a token behind them `counts` [r] came."""
-        rejected = np.where(counts > 0, batch.num_drafts + 1 - counts, 0)
-        for i in np.flatnonzero((batch.num_drafts > 0) & (counts > 0)).tolist():
-            batch.requests[i].accepted_per_round.append(int(counts[i]) - 1)
-            batch.requests[i].num_draft_tokens += int(batch.num_drafts[i])
-        mine = self.table.generation[batch.rows] == batch.generations
-        self.table.reject(batch.rows[mine], rejected[mine])
-        for i in np.flatnonzero(~mine & (rejected > 0)).tolist():
-            # Preempted in flight: it has given its computed tokens back, and waits for these alone.
-            batch.requests[i].num_output_placeholders -= int(rejected[i])
-
-    def _append_plain(
-        self, batch: ScheduledBatch, plain: np.ndarray | None, tokens: np.ndarray, counts: np.ndarray, now: float
-    ) -> None:
-        """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them; None: one of
-        every row."""
-        table, rows = self.table, batch.rows
-        if plain is None:
-            for append, token in zip(batch.appends, tokens[:, 0].tolist(), strict=True):
-                append(token)
-        else:
-            for i in np.flatnonzero(plain).tolist():
-                batch.requests[i].output_token_ids.extend(tokens[i, : counts[i]].tolist())
-            rows, counts = rows[plain], counts[plain]
-        before = table.num_tokens[rows]
-        known = table.num_tokens[rows] = before + counts
-        table.num_output_placeholders[rows] -= counts
-        table.last_token_time[rows] = now
-        for row in rows[before == table.prefill_len[rows]].tolist():
-            request = self._request(row)
-            if request.first_token_time is None:
-                request.first_token_time = now
-        full = np.minimum(known, table.num_computed_tokens[rows]) >= table.publish_at[rows]
-        for row in rows[full].tolist():
-            self._publish(self._request(row))
-
-    def _append(self, request: Request, token_ids: list[int], now: float, step: int) -> list[int]:
-        """Appends `token_ids`, which `step` sampled, one by one, as far as `request` goes; returns those."""
-        request.num_output_placeholders -= len(token_ids)
-        count, reason = 0, None
-        while reason is None and count < len(token_ids):
-            request.append_output(token_ids[count], now)
-            reason = self._finish_reason(request, token_ids[count])
-            count += 1
-        grammar = request.structured_output
-        if grammar is not None and GrammarAdvanced in self._hooks.wanted:
-            taken = tuple(token_ids[: count - (grammar.error is not None)])
-            end = (grammar.is_terminated, grammar.error)
-            self._hooks.emit(GrammarAdvanced(*self._hooks.stamp(), request.request_id, step, taken, *end))
-        if reason is None:
-            self._publish(request)
-        else:
-            self._finish(request, reason)
-        return token_ids[:count]
-
-    def _publish(self, request: Request) -> None:
-        self.kv_cache.cache_blocks(request)
-        if request.row >= 0:
-            self._note_blocks(request)
-
-    def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        params, grammar = request.sampling_params, request.structured_output
-        if grammar is not None and not grammar.accept_token(token_id):
-            request.stop_reason = grammar.error
-            return "error"
-        if token_id in request.stop_token_ids and request.num_output_tokens >= params.min_tokens:
-            request.stop_reason = token_id if token_id in params.stop_token_ids else None
-            return "stop"
-        if grammar is not None and grammar.is_terminated:
-            return "stop"
-        if request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len:
-            return "length"
-        return None
-
     def recover(self) -> None:
         """After a failed step: what was in flight is void, and what was running is computed again, before the rest.
 
@@ -512,6 +422,7 @@ class Scheduler:
         self._finished_req_ids.clear()
         self.kv_cache.reset()
         running = self.table.running()
+        self.table.rounds.settle()
         for request in running:
             request.leave()
         self.table = RunningTable(self.max_num_seqs)

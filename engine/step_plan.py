@@ -29,6 +29,8 @@ class ScheduledBatch:
     num_drafts: np.ndarray
     generations: np.ndarray
     requests: tuple[Request, ...]
+    awaits_first_token: bool = True
+    """Some request may have sampled no token yet."""
 
     @cached_property
     def req_ids(self) -> tuple[str, ...]:
@@ -38,6 +40,27 @@ class ScheduledBatch:
     def structured_output_requests(self) -> tuple[Request, ...]:
         """Those whose output is held to a grammar."""
         return tuple(request for request in self.requests if request.structured_output is not None)
+
+    @cached_property
+    def at(self) -> slice | np.ndarray:
+        """`rows` as an index of the running table's columns: a slice, which costs less, where it can be one. What is
+        read by it may be a view."""
+        first, count = int(self.rows[0]), len(self.rows)
+        return slice(first, first + count) if (self.rows == np.arange(first, first + count)).all() else self.rows
+
+    @cached_property
+    def quiet(self) -> np.ndarray:
+        """bool [r]: whose tokens nobody wants before they are all there."""
+        return np.array([request.quiet for request in self.requests], dtype=np.bool_)
+
+    @cached_property
+    def all_quiet(self) -> bool:
+        return bool(self.quiet.all())
+
+    @cached_property
+    def constrained(self) -> np.ndarray:
+        """bool [r]: whose output is held to a grammar, which has to see each token."""
+        return np.array([request.structured_output is not None for request in self.requests], dtype=np.bool_)
 
     @cached_property
     def num_scheduled_tokens(self) -> dict[str, int]:
@@ -52,9 +75,25 @@ class ScheduledBatch:
         return int(self.num_tokens.sum())
 
     @cached_property
+    def num_sampled_at_most(self) -> np.ndarray:
+        """i64 [r], of those that sample."""
+        return self.num_drafts + 1
+
+    @cached_property
+    def device_drafts(self) -> dict[str, list[int]]:
+        """For each request with drafts as many -1: they are known to the device alone."""
+        counts = zip(self.req_ids, self.num_drafts.tolist(), strict=True)
+        return {req_id: [-1] * count for req_id, count in counts if count}
+
+    @cached_property
     def appends(self) -> list[Callable[[int], None]]:
         """What appends a token to each request's output."""
         return [request.output_token_ids.append for request in self.requests]
+
+    @cached_property
+    def extends(self) -> list[Callable[[list[int]], None]]:
+        """What appends tokens to each request's output."""
+        return [request.output_token_ids.extend for request in self.requests]
 
     def in_order(self, req_ids: tuple[str, ...]) -> ScheduledBatch:
         """The same batch in the order of the runner's `req_ids`. ValueError if those aren't the scheduled ones."""
@@ -80,6 +119,8 @@ class StepPlan:
     one."""
 
     budget: int
+    device_drafts: bool = False
+    """The drafts are known to the device alone."""
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     num_tokens: np.ndarray = field(default_factory=lambda: _NO_ROWS)
     num_drafts: np.ndarray = field(default_factory=lambda: _NO_ROWS)
@@ -112,6 +153,12 @@ class StepPlan:
         self.rows, self.num_tokens, self.num_drafts = rows, num_tokens, num_drafts
         self.num_computed_tokens = num_computed_tokens
         self.budget -= int(num_tokens.sum())
+
+    def take_same(self, last: ScheduledBatch, num_computed_tokens: np.ndarray) -> None:
+        """As `take_running`, of what the step before ran: `last`."""
+        self.rows, self.num_tokens, self.num_drafts = last.rows, last.num_tokens, last.num_drafts
+        self.num_computed_tokens = num_computed_tokens
+        self.budget -= last.total_num_tokens
 
     def take_resumed(self, request: Request, num_tokens: int, block_ids: list[int]) -> None:
         """A preempted request that the runner holds still (V1), with all its blocks."""
@@ -182,14 +229,16 @@ class StepPlan:
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted),
             has_structured_output_requests=bool(batch.structured_output_requests),
-            scheduled_spec_decode_tokens=_drafts(batch) if batch.has_drafts else {},
+            scheduled_spec_decode_tokens=batch.device_drafts if self.device_drafts else _drafts(batch),
         )
 
 
 def _drafts(batch: ScheduledBatch) -> dict[str, list[int]]:
-    """The drafts of each request that has some; -1 for those that only the device knows."""
+    """The drafts of each request that has some, which the host knows."""
+    if not batch.has_drafts:
+        return {}
     drafts = {}
     for i in np.flatnonzero(batch.num_drafts).tolist():
         request, count = batch.requests[i], int(batch.num_drafts[i])
-        drafts[request.request_id] = request.spec_token_ids[:count] or [-1] * count
+        drafts[request.request_id] = request.spec_token_ids[:count]
     return drafts

@@ -1,0 +1,189 @@
+"""What a step with drafts costs the host of runner V2, part by part, on a CUDA that is only counted.
+
+    OMP_NUM_THREADS=1 python -m tests.engine.drafted_cost --requests 1,8,64,256 --drafts 0,1,7
+
+No device computes: the counts of accepted drafts are drawn beforehand, and the host learns them with a step's output,
+as it does from a drafter on a device. What a GPU's driver takes for a call comes on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import pstats
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.core import EngineCore
+from engine.graphs import Factory
+from engine.interrupts import deferred_interrupt
+from engine.output_processor import OutputProcessor
+from engine.runner_v2 import buffers, step_graphs
+from engine.runner_v2.async_output import AsyncOutput, empty_tokens
+from engine.runner_v2.runner import ModelRunnerV2
+from engine.scheduler import Scheduler
+from tests.engine.counted_cuda import CountedCuda, EmptyReplays, counted_cuda
+
+PARTS: dict[str, tuple[type, str]] = {
+    "schedule": (Scheduler, "schedule"),
+    "update states": (ModelRunnerV2, "update_states"),
+    "make batch": (ModelRunnerV2, "_make_batch"),
+    "prepare inputs": (ModelRunnerV2, "prepare_inputs"),
+    "submit": (ModelRunnerV2, "forward"),
+    "sample_tokens": (ModelRunnerV2, "sample_tokens"),
+    "get_output": (AsyncOutput, "get_output"),
+    "take tokens": (Scheduler, "update_from_output"),
+    "process": (OutputProcessor, "process"),
+}
+"""What is timed; `prepare inputs` is without `make batch`."""
+_VARIANTS = 61
+
+
+class DrawnReplays(EmptyReplays):
+    """Each replay of a step with drafts gives tokens and counts that were drawn beforehand."""
+
+    def __init__(self, cuda: CountedCuda, num_drafts: int, acceptance: float) -> None:
+        super().__init__(cuda)
+        self._width, self._acceptance, self._random = num_drafts + 1, acceptance, np.random.default_rng(0)
+        self._drawn: dict[Hashable, Iterator[dict[str, torch.Tensor]]] = {}
+
+    def capture(self, key: Hashable, factory: Factory) -> None:
+        super().capture(key, factory)
+        num_rows = key[0].num_reqs  # type: ignore[index]
+        drawn = []
+        for _ in range(_VARIANTS):
+            tokens, sampled, num_sampled = empty_tokens(num_rows, self._width, torch.device("cpu"))
+            accepted = self._random.random((num_rows, self._width - 1)) < self._acceptance
+            sampled.copy_(torch.from_numpy(self._random.integers(3, 300, (num_rows, self._width))))
+            num_sampled.copy_(torch.from_numpy(1 + np.cumprod(accepted, axis=1).sum(axis=1)))
+            drawn.append({"tokens": tokens})
+        self._drawn[key] = itertools.cycle(drawn)
+
+    def replay(self, key: Hashable) -> Any:
+        super().replay(key)
+        return next(self._drawn[key])
+
+
+@contextmanager
+def drafting_llm(requests: int, num_drafts: int, acceptance: float, **config: Any) -> Iterator[LLM]:
+    spec = {"method": "dspark", "draft": "lookup", "num_speculative_tokens": num_drafts} if num_drafts else None
+    with counted_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "apply_write", lambda *args, **kwargs: None)  # the device's, and nothing reads it here
+        patch.setattr(step_graphs, "make_graph_pool", lambda stream: DrawnReplays(cuda, num_drafts, acceptance))
+        llm = LLM(
+            "tiny-qwen3", load_format="dummy", dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
+            use_v2_model_runner=True, max_num_seqs=requests, max_model_len=512, speculative_config=spec,
+            cudagraph_capture_sizes=(requests,), num_gpu_blocks_override=requests * 33 + 8,
+            max_num_batched_tokens=requests * (num_drafts + 14) + 64, **config,
+        )  # fmt: skip
+        try:
+            yield llm
+        finally:
+            llm.close()
+
+
+@contextmanager
+def timed(took: dict[str, list[int]]) -> Iterator[None]:
+    """Fills `took` with the ns of each call of PARTS."""
+
+    def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                took[name].append(time.thread_time_ns() - begin)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (owner, method) in PARTS.items():
+            patch.setattr(owner, method, wrapped(name, getattr(owner, method)))
+        yield
+
+
+def fill(llm: LLM, requests: int, stop: bool) -> None:
+    """Lets all requests decode: some steps behind the prompts."""
+    params = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=not stop, stop_token_ids=(2,) if stop else ())
+    for number in range(requests):
+        llm.add({"prompt_token_ids": [3 + (number * 7 + i) % 300 for i in range(8 + number % 5)]}, params,
+                final_only=True)  # fmt: skip
+    core = llm.core
+    while core.scheduler.waiting or (core.scheduler.table.num_computed_tokens[core.scheduler.table.order] < 16).any():
+        llm.step()
+
+
+def run_steps(core: EngineCore, count: int) -> None:
+    for _ in range(count):
+        for _phase in core._advance():
+            pass
+        core.take_outputs()
+
+
+def measure(requests: int, num_drafts: int, args: argparse.Namespace) -> None:
+    took: dict[str, list[int]] = defaultdict(list)
+    whole: list[int] = []
+    steps = 16 * max(1, int(20 / (1 + num_drafts)))
+    with drafting_llm(requests, num_drafts, args.acceptance) as llm:
+        core = llm.core
+        for repeat in range(args.repeats):
+            fill(llm, requests, args.stop)
+            with deferred_interrupt(), core.device.scope():
+                run_steps(core, 16)
+                with timed(took):
+                    run_steps(core, steps // 2)
+                for _ in range(steps // 2):
+                    begin = time.thread_time_ns()
+                    run_steps(core, 1)
+                    whole.append(time.thread_time_ns() - begin)
+                if args.profile and repeat == 0:
+                    profile = cProfile.Profile()
+                    profile.enable()
+                    run_steps(core, 16)
+                    profile.disable()
+                    pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
+            core.check_integrity()
+            core.abort(list(core.output_processor._parents))
+            while core.scheduler.has_requests() or core.in_flight:
+                llm.step()
+    parts = {name: _mean_of_most(ns) for name, ns in took.items()}
+    parts["prepare inputs"] -= parts["make batch"]
+    print(
+        f"{requests:4} requests, {num_drafts} drafts: {statistics.median(whole) / 1e3:7.1f} median, "
+        f"{_mean_of_most(whole):7.1f} mean, {min(whole) / 1e3:7.1f} least\n     ",
+        ", ".join(f"{name} {us:.1f}" for name, us in parts.items()),
+        flush=True,
+    )
+
+
+def _mean_of_most(ns: list[int]) -> float:
+    """µs, of the lowest nine tenths: other work on the machine is in the rest."""
+    return statistics.fmean(sorted(ns)[: max(1, len(ns) * 9 // 10)]) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", default="1,8,64,256")
+    parser.add_argument("--drafts", default="0,1,7")
+    parser.add_argument("--acceptance", type=float, default=0.7)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--stop", action="store_true", help="the requests have stop tokens, which never come")
+    parser.add_argument("--profile", type=int, default=0, help="lines of a profile")
+    args = parser.parse_args()
+    for requests in map(int, args.requests.split(",")):
+        for num_drafts in map(int, args.drafts.split(",")):
+            measure(requests, num_drafts, args)
+
+
+if __name__ == "__main__":
+    main()
