@@ -187,6 +187,18 @@ KERNELS = [
         (F32, I32, "i32", I64, "i32", "i32"),
         {"BLOCK_T": 256, "PDL": True},
     ),
+    (
+        "store_context",
+        "_store_context_kernel",
+        (BF16, BF16, "i64", "i64", I64, I64, F32, BF16, "fp32"),
+        {"NUM_LAYERS": 2, "NUM_KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_H": 4, "HALF": 32},
+    ),
+    (
+        "mask_drafts",
+        "_mask_drafts_kernel",
+        (I64, I32, I64, I64, "i32", "i32", F32, F32, F32, "i32"),
+        {"NUM_DRAFTS": 7, "NONE": -1, "BLOCK": 8},
+    ),
     ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"BLOCK": 1024}),
     (
         "linear_triton",
