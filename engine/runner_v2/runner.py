@@ -18,7 +18,16 @@ import torch
 from ..attention import AttentionMetadata
 from ..config import EngineConfig
 from ..device import Device
-from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten, SamplingTraced
+from ..hooks import (
+    DRAFT_EVENTS,
+    BlockTableGathered,
+    Hooks,
+    InputsPrepared,
+    KernelLaunched,
+    RowFreed,
+    RowWritten,
+    SamplingTraced,
+)
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
@@ -132,9 +141,9 @@ class ModelRunnerV2:
         if self.speculation is None:
             return
         sizes: dict[int, list[int]] = {}
-        for size in self.graphs.work or self._measured_eagerly():
+        for size in self.graphs.decodes or self._measured_eagerly():
             sizes.setdefault(size.num_reqs, []).append(size.num_tokens)
-        self.speculation.verification.measure(sizes, self.graphs.seconds_of, is_captured=bool(self.graphs.work))
+        self.speculation.verification.measure(sizes, self.graphs.seconds_of, is_captured=bool(self.graphs.decodes))
 
     def _measured_eagerly(self) -> list[StepSize]:
         """A few sizes of which the others follow: a step that is launched piece by piece has no sizes of its own."""
@@ -242,12 +251,15 @@ class ModelRunnerV2:
             has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
         )
         num_logits = batch.num_logits if budget is None else num_tokens
-        return self._work(batch.num_reqs, batch.num_reqs_padded, metadata, num_logits, budget)
+        watched = self.hooks.wants(DRAFT_EVENTS)
+        return self._work(batch.num_reqs, batch.num_reqs_padded, metadata, num_logits, budget, watched)
 
     def padding_work(self, size: StepSize) -> StepWork:
         """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
-        num_reqs, num_tokens = size
-        budget = None if num_tokens == num_reqs * (1 + self.num_drafts) else num_tokens - num_reqs
+        num_reqs, num_tokens, is_mixed = size
+        whole = num_reqs * (1 + self.num_drafts)
+        num_logits = min(num_tokens, whole) if is_mixed else num_tokens
+        budget = None if is_mixed or num_tokens == whole else num_tokens - num_reqs
         self.input_buffers.idx_mapping.fill_(self.req_states.padding_row)
         self.input_buffers.query_start_loc.zero_()
         self.input_buffers.cu_num_logits.copy_(self.arange)
@@ -260,18 +272,23 @@ class ModelRunnerV2:
             query_start_loc=self._query_start_loc(budget),
             query_start_loc_np=np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * longest, num_tokens),
             seq_lens_np=np.full(num_reqs, self.config.max_model_len, dtype=np.int32),
-            num_decodes=num_reqs if num_tokens == num_reqs else 0,
+            num_decodes=num_reqs if num_tokens == num_reqs and not is_mixed else 0,
+            has_admitted=is_mixed,
         )
-        return self._work(num_reqs, num_reqs, metadata, num_tokens, budget)
+        return self._work(num_reqs, num_reqs, metadata, num_logits, budget)
 
     def _work(
-        self, num_reqs: int, num_reqs_padded: int, metadata: AttentionMetadata, num_logits: int, budget: int | None
-    ) -> StepWork:
+        self, num_reqs: int, num_reqs_padded: int, metadata: AttentionMetadata, num_logits: int, budget: int | None,
+        watched: bool = False,
+    ) -> StepWork:  # fmt: skip
         idx_mapping = self.input_buffers.idx_mapping[:num_reqs]
         padded = (num_reqs_padded, metadata.num_tokens_padded)
         if self.speculation is None:
             return StepWork(self, idx_mapping, *padded, metadata)
-        return DraftedWork(self, idx_mapping, *padded, metadata, self.speculation, num_logits=num_logits, budget=budget)
+        return DraftedWork(
+            self, idx_mapping, *padded, metadata, self.speculation, num_logits=num_logits, budget=budget,
+            watched=watched,
+        )  # fmt: skip
 
     def _query_start_loc(self, budget: int | None) -> torch.Tensor:
         """i32 [R + 1]: the host's, or what the device makes of it under a budget."""
@@ -395,10 +412,9 @@ class ModelRunnerV2:
             self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
         num_logprobs = self.sampling_states.num_logprobs[rows]
-        width = self.req_states.draft_tokens.shape[1] + 1 if batch.num_logits > batch.num_reqs else 1
         output = AsyncOutput(
             self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
-            width, batch.cu_num_logits_np, lambda: work.output,
+            work.width, batch.cu_num_logits_np, lambda: work.output,
             None if self.speculation is None else self.speculation.verification.observer(),
         )  # fmt: skip
         self._output_copied = output.copied

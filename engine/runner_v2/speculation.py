@@ -15,7 +15,7 @@ from kernels import expand_idx_mapping
 from ..attention import AttentionMetadata
 from ..config import ConfigError, EngineConfig
 from ..device import Device
-from ..hooks import DRAFT_EVENTS, Hooks
+from ..hooks import Hooks
 from ..models import CausalLM
 from ..models.layer_outputs import LayerOutputs
 from ..sample.draft_trace import draft_tensors, padded_drafts, padded_rows
@@ -86,6 +86,7 @@ class DraftedWork(StepWork):
         idx_mapping, num_reqs_padded, num_tokens_padded, metadata: as in StepWork.
         num_logits: l, or more where only the device knows.
         budget: how many drafts are verified in all; None verifies every one.
+        watched: what becomes of the drafts is part of the output.
     """
 
     def __init__(
@@ -99,13 +100,15 @@ class DraftedWork(StepWork):
         *,
         num_logits: int,
         budget: int | None = None,
+        watched: bool = False,
     ) -> None:
         super().__init__(runner, idx_mapping, num_reqs_padded, num_tokens_padded, metadata)
         self._speculation = speculation
         self._budget = budget
         self._has_drafts = num_logits > idx_mapping.shape[0] or budget is not None
-        self._watched = runner.hooks.wants(DRAFT_EVENTS)
+        self._watched = watched
         self.num_logits = num_logits
+        self.width = 1 + speculation.num_drafts if self._has_drafts else 1
         cu_num_logits = (runner.input_buffers if budget is None else speculation.verification).cu_num_logits
         self.cu_num_logits = cu_num_logits[: idx_mapping.shape[0] + 1]
         self._input_tokens: torch.Tensor | None = None
@@ -209,8 +212,8 @@ class DraftedWork(StepWork):
         states.draft_tokens.index_copy_(0, self.idx_mapping.long(), drafts)
         self._hidden_states = None
 
-    def decode_step(self, plan: SamplerPlan) -> dict[str, torch.Tensor]:
+    def whole_step(self, plan: SamplerPlan, with_prompts: bool) -> dict[str, torch.Tensor]:
         self.allot_verification()
-        output = super().decode_step(plan)
+        output = super().whole_step(plan, with_prompts)
         self.propose()
         return output

@@ -35,6 +35,8 @@ class RequestState:
         # [R] i32; prefill_len >= prompt_len, and they differ after a preemption
         self.prompt_len = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
         self.prefill_len = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
+        # Always inside a prompt, the padding samples nothing and its row stays as it is.
+        self.prefill_len.set(self.padding_row, 1)
         # [R] i32, prompt + outputs so far
         self.total_len = staged(rows)
         # [R] i32: the truth is the device's; the host has an upper bound

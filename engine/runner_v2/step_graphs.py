@@ -1,7 +1,8 @@
 """The captured steps of runner V2: which there are, and which of them can do a batch's work.
 
-Without drafts a captured step has one size, requests and tokens alike. With drafts it has two: R requests, and tokens
-for all their drafts or, where a budget says how many are verified, for fewer.
+A step of decodes has one size, requests and tokens alike. With drafts it has two: R requests, and tokens for all their
+drafts or, where a budget says how many are verified, for fewer. Any other batch up to some size, with prompts or chunks
+of them, runs in a step that is captured for whatever it is: every length is read on the device.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .step_work import StepWork
 
 if TYPE_CHECKING:
     from .runner import ModelRunnerV2
+    from .verification import Verification
 
 GREEDY = SamplerPlan(all_greedy=True)
 RANDOM = SamplerPlan()
@@ -32,9 +34,21 @@ BUDGETED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 _REPLAYS = 5
 
 
+MIXED_REQS, MIXED_TOKENS = (16, 64), (64, 128, 256, 512, 1024, 2048)
+"""Sizes of captured steps for batches of any kind; the most requests come to the former. Beyond 2048 tokens the device
+is busy for longer than it takes to launch a step piece by piece."""
+
+
 class StepSize(NamedTuple):
+    """`is_mixed`: for any batch, prompts too; else for decodes alone, with their drafts if there are some."""
+
     num_reqs: int
     num_tokens: int
+    is_mixed: bool = False
+
+
+def _by_tokens(size: StepSize) -> tuple[int, int]:
+    return size.num_tokens, size.num_reqs
 
 
 def is_verification(batch: InputBatch) -> bool:
@@ -44,13 +58,17 @@ def is_verification(batch: InputBatch) -> bool:
 
 
 class StepGraphs:
-    """`work[size]` is a step of that size, captured with each of CAPTURED_PLANS. Empty on a CPU and with
-    enforce_eager."""
+    """`work[size]` is a step of that size, captured with each of CAPTURED_PLANS; `decodes` are the sizes that are for
+    decodes. Empty on a CPU and with enforce_eager."""
 
     def __init__(self, runner: ModelRunnerV2) -> None:
         self._runner = runner
         self._pool = None if runner.config.enforce_eager else make_graph_pool(runner.device.compute)
         self.work: dict[StepSize, StepWork] = {}
+        self.decodes: list[StepSize] = []
+        self._mixed: list[StepSize] = []
+        # By number of requests, ascending: how many drafts steps of decodes can verify.
+        self._budgets: dict[int, list[int]] = {}
         self.seconds = 0.0
         """How long capturing took."""
 
@@ -60,32 +78,48 @@ class StepGraphs:
             return
         begin = time.monotonic()
         # The largest first: the smaller ones fit into its memory.
-        for size in sorted(self._sizes(), key=lambda size: (size.num_tokens, size.num_reqs), reverse=True):
+        self.decodes, self._mixed = sorted(self._decode_sizes()), sorted(self._mixed_sizes(), key=_by_tokens)
+        for size in self.decodes:
+            self._budgets.setdefault(size.num_reqs, []).append(size.num_tokens - size.num_reqs)
+        for size in sorted((*self.decodes, *self._mixed), key=_by_tokens, reverse=True):
             self.work[size] = work = self._runner.padding_work(size)
             for plan in CAPTURED_PLANS:
-                self._pool.capture((size, plan), partial(partial, work.decode_step, plan))
+                self._pool.capture((size, plan), partial(partial, work.whole_step, plan, size.is_mixed))
         if self._runner.device.is_cuda:
             self._runner.device.drain()
         self.seconds = time.monotonic() - begin
 
     def find(self, batch: InputBatch) -> StepSize | None:
         """The captured step that does this batch's work, if there is one."""
-        if not self.work or batch.has_prefill or batch.plan not in CAPTURED_PLANS:
+        # It keeps its logits to itself; launched one by one the same work gives the same tokens.
+        watched = self._runner.hooks.wants((SamplingTraced, *DRAFT_EVENTS))
+        if not self.work or watched or batch.plan not in CAPTURED_PLANS:
             return None
-        # A captured step keeps its logits to itself; launched one by one the same work gives the same tokens.
-        speculation, hooks = self._runner.speculation, self._runner.hooks
-        if hooks.wants((SamplingTraced, *DRAFT_EVENTS)):
-            return None
-        if speculation is None:
+        if self._runner.speculation is not None:
+            size = self._find_verification(batch, self._runner.speculation.verification)
+        else:
             size = StepSize(batch.num_reqs_padded, batch.num_reqs_padded)
-            return size if batch.num_tokens == batch.num_reqs and size in self.work else None
-        sizes = [size for size in self.work if size.num_reqs >= batch.num_reqs]
-        if not is_verification(batch) or not sizes:
+            if batch.has_prefill or batch.num_tokens != batch.num_reqs or size not in self.work:
+                size = None
+        return size or self._find_mixed(batch)
+
+    def _find_verification(self, batch: InputBatch, verification: Verification) -> StepSize | None:
+        num_reqs = next((size for size in self._budgets if size >= batch.num_reqs), None)
+        if num_reqs is None or not is_verification(batch):
             return None
-        num_reqs = min(sizes).num_reqs
-        budgets = sorted(size.num_tokens - num_reqs for size in sizes if size.num_reqs == num_reqs)
-        budget = speculation.verification.budget(batch.num_reqs, num_reqs, budgets)
+        budget = verification.budget(batch.num_reqs, num_reqs, self._budgets[num_reqs])
         return StepSize(num_reqs, num_reqs + budget)
+
+    def _find_mixed(self, batch: InputBatch) -> StepSize | None:
+        rows, runner = batch.idx_mapping_np, self._runner
+        for size in self._mixed:
+            # The requests that pad it have a row of logits each.
+            padding = size.num_reqs - batch.num_reqs
+            if padding < 0 or size.num_tokens < batch.num_tokens:
+                continue
+            if batch.num_logits + padding <= self.work[size].num_logits:
+                return None if runner.sampler.prompt_logprobs.in_use(rows) else size
+        return None
 
     def replay(self, size: StepSize, plan: SamplerPlan) -> dict[str, torch.Tensor]:
         """Called on the stream."""
@@ -95,10 +129,10 @@ class StepGraphs:
     def seconds_of(self, num_reqs: int, num_tokens: int) -> float:
         """What one step of that size takes, with empty contexts. Waits for the device."""
         runner, size = self._runner, StepSize(num_reqs, num_tokens)
-        if self.work:
+        if self.decodes:
             repeats, run = _REPLAYS, partial(self.replay, size, GREEDY)
         else:
-            repeats, run = 1, partial(runner.padding_work(size).decode_step, GREEDY)
+            repeats, run = 1, partial(runner.padding_work(size).whole_step, GREEDY, False)
 
         def work() -> None:
             for _ in range(repeats):
@@ -115,7 +149,7 @@ class StepGraphs:
         runner.device.drain()
         return (time.perf_counter() - begin) / repeats
 
-    def _sizes(self) -> set[StepSize]:
+    def _decode_sizes(self) -> set[StepSize]:
         runner = self._runner
         fits = min(runner.max_num_reqs, runner.max_num_tokens)
         sizes = [size for size in runner.config.cudagraph_capture_sizes if size <= fits]
@@ -130,3 +164,10 @@ class StepGraphs:
             for drafts in verification.captured_drafts
             if size * (1 + drafts) <= runner.max_num_tokens
         }
+
+    def _mixed_sizes(self) -> set[StepSize]:
+        runner = self._runner
+        reqs = {*(n for n in MIXED_REQS if n < runner.max_num_reqs), runner.max_num_reqs}
+        most = min(MIXED_TOKENS[-1], runner.max_num_tokens)
+        tokens = {*(n for n in MIXED_TOKENS if n < most), most}
+        return {StepSize(r, t, is_mixed=True) for r in reqs for t in tokens if r <= t}

@@ -59,6 +59,8 @@ class StepWork:
         # cu_num_logits without drafts: one row a request, so a prefix of 0..R.
         self.num_logits = idx_mapping.shape[0]
         self.cu_num_logits = runner.arange[: self.num_logits + 1]
+        self.width = 1
+        """Tokens that a request may get."""
         self.logits_indices: torch.Tensor | None = None
         self.output: dict[str, torch.Tensor] = {}
         self._hidden: torch.Tensor | None = None
@@ -151,8 +153,10 @@ class StepWork:
             self._runner.sampler.penalties.output_bin_counts if plan.penalties else None, form=self._form,
         )  # fmt: skip
 
-    def decode_step(self, plan: SamplerPlan) -> dict[str, torch.Tensor]:
-        """A whole step without prompts, as one graph captures it; returns what the host wants of it."""
+    def whole_step(self, plan: SamplerPlan, with_prompts: bool) -> dict[str, torch.Tensor]:
+        """A whole step as one graph captures it; returns what the host wants of it."""
+        if with_prompts:
+            self.prepare_prefill_inputs()
         self.prepare_pos_seq_lens()
         self.combine_sampled_and_draft_tokens()
         self.gather_block_tables()

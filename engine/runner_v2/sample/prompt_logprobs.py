@@ -97,6 +97,10 @@ class PromptLogprobsStates:
         self._num_logprobs[row] = NO_LOGPROBS if params.prompt_logprobs is None or not_new else params.prompt_logprobs
         self._prompt_len[row] = prompt_len
 
+    def in_use(self, rows: np.ndarray) -> bool:
+        """Whether a request of these rows has asked for logprobs of its prompt."""
+        return bool((self._num_logprobs[rows] != NO_LOGPROBS).any())
+
     def plan(
         self, req_ids: tuple[str, ...], rows: np.ndarray, query_start_loc: np.ndarray, num_computed_tokens: np.ndarray
     ) -> PromptLogprobsPlan | None:
