@@ -10,7 +10,7 @@ table (ARCHITECTURE.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -62,12 +62,13 @@ MADE_BY = {
 
 @dataclass(frozen=True)
 class ExecuteModelState:
-    """What `execute_model` leaves for `sample_tokens`. `graph` is the size of the captured step that does all the
-    work."""
+    """What `execute_model` leaves for `sample_tokens`. `graph` is the size of the captured step that does all the work;
+    it puts its output into `replayed` when it runs."""
 
     batch: InputBatch
     work: StepWork
     graph: StepSize | None
+    replayed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class ModelRunnerV2:
@@ -127,7 +128,8 @@ class ModelRunnerV2:
         self._cached_rows = np.empty(0, dtype=np.int64)
         self._index_on_device: np.ndarray | None = None
         self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
-        self._output_copied: Event | None = None
+        # Behind the copies of the last two outputs.
+        self._outputs_copied: tuple[Event | None, Event | None] = (None, None)
         self._drafts = AsyncDrafts(device, rows * (num_drafts + 1))
         self.graphs = StepGraphs(self)
         self.graphs.capture()
@@ -380,24 +382,25 @@ class ModelRunnerV2:
 
     def forward(self) -> None:
         assert self._state is not None, "forward: prepare_inputs comes first"
-        work, graph, plan = self._state.work, self._state.graph, self._state.batch.plan
+        work, graph, plan, replayed = self._state.work, self._state.graph, self._state.batch.plan, self._state.replayed
         if graph is None:
             self._submit(work.forward)
             return
 
         def replay() -> None:
-            work.output = self.graphs.replay(graph, plan)
+            replayed.update(self.graphs.replay(graph, plan))
 
-        if self._output_copied is not None:
-            # A replay writes its output where the last one of its size did: that must be on its way by then.
-            self.device.compute.wait_event(self._output_copied)
+        copied = self._outputs_copied[0]
+        if copied is not None:
+            # A replay writes its output where the one before the last of its size did.
+            self.device.compute.wait_event(copied)
         self.device.compute.submit(f"graph of {graph}", replay)
         self._launched(f"graph of {graph}")
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
         assert self._state is not None, "sample_tokens: execute_model comes first"
-        batch, work, graph = self._state.batch, self._state.work, self._state.graph
+        batch, work, graph, replayed = self._state.batch, self._state.work, self._state.graph, self._state.replayed
         self._state = None
         rows = batch.idx_mapping_np
         prompt_logprobs = None
@@ -414,10 +417,10 @@ class ModelRunnerV2:
         num_logprobs = self.sampling_states.num_logprobs[rows]
         output = AsyncOutput(
             self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
-            work.width, batch.cu_num_logits_np, lambda: work.output,
+            work.width, batch.cu_num_logits_np, (lambda: work.output) if graph is None else (lambda: replayed),
             None if self.speculation is None else self.speculation.verification.observer(),
         )  # fmt: skip
-        self._output_copied = output.copied
+        self._outputs_copied = (self._outputs_copied[1], output.copied)
         if graph is None:
             self._submit(work.post_update, batch.plan)  # 10
             if isinstance(work, DraftedWork):

@@ -47,6 +47,37 @@ class StepSize(NamedTuple):
     is_mixed: bool = False
 
 
+class OutputTurns:
+    """Two places for the output of a captured step, in turns, so that a replay need not wait until the output of the
+    one before has been copied: the wait would hold the device up in every step.
+
+    Which of the two is next the device knows for itself; the host counts along.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._places: dict[str, torch.Tensor] = {}
+        self._host_turn = 0
+
+    def keep(self, output: dict[str, torch.Tensor]) -> None:
+        """Called on the stream, as the last of the step."""
+        for name, tensor in output.items():
+            if name not in self._places:
+                self._places[name] = tensor.new_zeros(2, *tensor.shape)
+            self._places[name].index_copy_(0, self._turn, tensor.unsqueeze(0))
+        self._turn.bitwise_xor_(1)
+
+    def start(self) -> None:
+        """Called once the step is captured: what ran until then doesn't count."""
+        self._turn.zero_()
+        self._host_turn = 0
+
+    def next(self) -> dict[str, torch.Tensor]:
+        """What the next replay leaves, until the one after the next."""
+        turn, self._host_turn = self._host_turn, self._host_turn ^ 1
+        return {name: places[turn] for name, places in self._places.items()}
+
+
 def _by_tokens(size: StepSize) -> tuple[int, int]:
     return size.num_tokens, size.num_reqs
 
@@ -57,6 +88,10 @@ def is_verification(batch: InputBatch) -> bool:
     return drafted and not batch.has_prefill and batch.plan in CAPTURED_PLANS
 
 
+def _step(work: StepWork, plan: SamplerPlan, with_prompts: bool, outputs: OutputTurns) -> None:
+    outputs.keep(work.whole_step(plan, with_prompts))
+
+
 class StepGraphs:
     """`work[size]` is a step of that size, captured with each of CAPTURED_PLANS; `decodes` are the sizes that are for
     decodes. Empty on a CPU and with enforce_eager."""
@@ -65,6 +100,7 @@ class StepGraphs:
         self._runner = runner
         self._pool = None if runner.config.enforce_eager else make_graph_pool(runner.device.compute)
         self.work: dict[StepSize, StepWork] = {}
+        self._outputs: dict[tuple[StepSize, SamplerPlan], OutputTurns] = {}
         self.decodes: list[StepSize] = []
         self._mixed: list[StepSize] = []
         # By number of requests, ascending: how many drafts steps of decodes can verify.
@@ -84,9 +120,11 @@ class StepGraphs:
         for size in sorted((*self.decodes, *self._mixed), key=_by_tokens, reverse=True):
             self.work[size] = work = self._runner.padding_work(size)
             for plan in CAPTURED_PLANS:
-                self._pool.capture((size, plan), partial(partial, work.whole_step, plan, size.is_mixed))
+                self._outputs[size, plan] = outputs = OutputTurns(self._runner.device.torch_device)
+                self._pool.capture((size, plan), partial(partial, _step, work, plan, size.is_mixed, outputs))
+                outputs.start()
         if self._runner.device.is_cuda:
-            self._runner.device.drain()
+            torch.cuda.synchronize(self._runner.device.torch_device)
         self.seconds = time.monotonic() - begin
 
     def find(self, batch: InputBatch) -> StepSize | None:
@@ -122,9 +160,11 @@ class StepGraphs:
         return None
 
     def replay(self, size: StepSize, plan: SamplerPlan) -> dict[str, torch.Tensor]:
-        """Called on the stream."""
+        """Called on the stream; the output stays until the same step is replayed for the second time from now."""
         assert self._pool is not None
-        return self._pool.replay((size, plan))
+        output = self._outputs[size, plan].next()
+        self._pool.replay((size, plan))
+        return output
 
     def seconds_of(self, num_reqs: int, num_tokens: int) -> float:
         """What one step of that size takes, with empty contexts. Waits for the device."""

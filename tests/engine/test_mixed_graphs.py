@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from engine import SamplingParams
 from engine.hooks import SamplingTraced
+from engine.runner_v2.step_graphs import OutputTurns
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, ids, prompt_of, reference, run_trace, tiny_llm
 from tests.engine.replays import repeat_instead_of_capture
 from tests.engine.test_speculation import CIRCUMSTANCES, PROMPTS, itself, lookup, ngram, one_head
@@ -43,6 +45,18 @@ def test_what_a_captured_step_cannot_do_is_launched_piece_by_piece(monkeypatch: 
         assert pools[-1].num_replays == 0
         llm.generate(ids(*prompt_of(7)), SamplingParams(max_tokens=3, top_k=5, ignore_eos=True), use_tqdm=False)
     assert pools[-1].num_replays >= 3
+
+
+def test_an_output_stays_until_the_replay_after_the_next() -> None:
+    turns = OutputTurns(torch.device("cpu"))
+    turns.keep({"tokens": torch.tensor([1, 2])})
+    turns.start()
+    outputs = []
+    for step in range(5):
+        outputs.append(turns.next()["tokens"])
+        turns.keep({"tokens": torch.tensor([step, -step])})
+        assert outputs[step].tolist() == [step, -step]
+        assert step == 0 or outputs[step - 1].tolist() == [step - 1, 1 - step]
 
 
 @pytest.mark.slow
