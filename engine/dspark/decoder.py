@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.draft_inputs import DraftInputs, DraftRows, VerifiedStep, prepare_draft_inputs
+from kernels.mask_drafts import Confidences, mask_drafts
 
 from ..attention import kv_bytes_per_token
 from ..spec_decode.draw import DraftSampler
@@ -110,14 +111,17 @@ class DSparkDecoder(SpecDecoder):
         )
         longest = min(metadata.max_seq_len + query, self._max_model_len)
         hidden = self._drafter.backbone(inputs, metadata.block_table[:r], self._kv_cache, longest)
-        anchors = inputs.input_ids.view(r, query)[:, 0].long()
+        anchors = inputs.input_ids.view(r, query)[:, 0]
         draw = None if self._sampler.logits is None else partial(self._sampler.draw, step)
         drafts = self._drafter.propose(hidden, anchors, inputs.positions.view(r, query), self.num_drafts, draw)
-        slots, places = (x.view(r, query)[:, : self.num_drafts] for x in (inputs.slot_mapping, inputs.positions))
-        # Without a slot of its own a query saw a block that ends before it; and a draft stands one behind its query.
-        absent = (slots < 0) | (places + 1 >= self._max_model_len)
-        self._keep_confidences(step.idx_mapping, drafts.confidence_logits, absent)
-        return drafts.tokens.masked_fill(absent, NO_DRAFT)
+        confidences = None
+        if self.confidences is not None and drafts.confidence_logits is not None:
+            confidences = Confidences(drafts.confidence_logits, self._divisors, self.confidences)
+        mask_drafts(
+            drafts.tokens, step.idx_mapping, inputs.slot_mapping, inputs.positions, self._max_model_len, confidences,
+            form=self._drafter.form,
+        )  # fmt: skip
+        return drafts.tokens
 
     def _cut(self, r: int, t: int) -> DraftInputs:
         whole, cells = self.inputs, r * self._query
@@ -125,13 +129,6 @@ class DSparkDecoder(SpecDecoder):
             whole.input_ids[:cells], whole.positions[:cells], whole.slot_mapping[:cells], whole.seq_lens[:r],
             whole.context_slot_mapping[:t],
         )  # fmt: skip
-
-    def _keep_confidences(self, idx_mapping: Tensor, logits: Tensor | None, absent: Tensor) -> None:
-        if self.confidences is None or logits is None:
-            return
-        if self._divisors is not None:
-            logits = logits / self._divisors
-        self.confidences.index_copy_(0, idx_mapping.long(), torch.sigmoid(logits).masked_fill_(absent, 0.0))
 
 
 class LookupDecoder(SpecDecoder):

@@ -17,24 +17,26 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import max_rows, resolve_form, small_linear
 from kernels.draft_inputs import DraftInputs
+from kernels.markov_drafts import markov_drafts
+from kernels.store_context import store_context
 
 from ..attention import allocate_kv_cache
 from ..models.decoder import CausalLM, DecoderLayer
+from ..models.fused import fused_layers, head_logits
 from ..models.layers import Embedding, Linear, RMSNorm
 from ..models.rope import RotaryEmbedding
 from ..models.weights import FUSED
-from .attention import BlockAttention, store_context
+from .attention import BlockAttention, BlockAttentionPlan
 from .checkpoint import Weights
 from .config import DSparkConfig
-from .heads import confidence_logits, markov_bias, markov_embedding, markov_latent
+from .drawn import Draw, drawn_drafts
+from .heads import confidence_head, markov_head
 
 ComputeLogits = Callable[[Tensor], Tensor]
-Draw = Callable[[int, Tensor, Tensor], Tensor]
-"""A draft's token ids i64 [r] from (its number, logits f32 [r, V] that may be changed, i64 [r] where it will stand)."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,18 @@ class DSparkDrafter:
         config.check_target(target.config)
         model, dtype, device = config.model, target.dtype, target.device
         self.config, self.dtype, self.device, self.form = config, dtype, device, form
+        # Where kernels run anyway, the layers run in few launches as the target's do.
+        self._fused = resolve_form(form, target.embed_tokens.weight) in ("triton", "interpret")
         self.layers = [DecoderLayer(model, dtype, device) for _ in range(model.num_hidden_layers)]
         self.fc = Linear(len(config.target_layer_ids) * model.hidden_size, model.hidden_size, False, dtype, device)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype, device)
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype, device)
         self.rotary_emb = RotaryEmbedding(model, dtype, device)
-        self.heads: Weights = {}
-        _fill(self, weights)
+        heads = _fill(self, weights)
+        self.markov_head, self.confidence_head = markov_head(config, heads), confidence_head(config, heads)
         self._context_kv = self._fuse_context_projections()
-        self.embed_tokens, self.compute_logits = _shared(weights, target)
-        self.attention = BlockAttention(
-            model.num_attention_heads, model.num_key_value_heads, model.head_dim, device, form
-        )
+        self.embed_tokens, self.compute_logits = self._shared(weights, target)
+        self.attention = BlockAttention(device, form)
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """Zeroed cache of the draft's layers, [layers, 2, num_blocks, block_size, Hk, D]; blocks as the target's."""
@@ -89,16 +91,17 @@ class DSparkDrafter:
             slot_mapping: i64 [t]; -1 for rejected tokens and padding (`DraftInputs.context_slot_mapping`).
             kv_cache: the draft's, changed in place.
         """
-        model, t = self.config.model, hidden.shape[0]
-        x = self.hidden_norm(self.fc(hidden))
-        kv = self._context_kv(x).view(t, 2, model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
-        keys, values = kv.unbind(1)
-        root = torch.rsqrt(keys.float().square().mean(-1, keepdim=True) + model.rms_norm_eps)
-        keys = (keys.float() * root * self._context_k_norm).to(self.dtype)
-        cos, sin = self.rotary_emb(positions)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        keys = keys * cos + keys.roll(model.head_dim // 2, dims=-1) * sin
-        store_context(keys, values, slot_mapping, kv_cache)
+        fc, norm, to_kv = self.fc, self.hidden_norm, self._context_kv
+        if self._fused and hidden.shape[0] <= max_rows(hidden):
+            assert fc.weight is not None and to_kv.weight is not None
+            x = small_linear(hidden, fc.weight, form=self.form)
+            kv = small_linear(x, to_kv.weight, norm_weight=norm.weight, eps=norm.eps, bias=to_kv.bias, form=self.form)
+        else:
+            kv = to_kv(norm(fc(hidden)))
+        store_context(
+            kv, kv_cache, slot_mapping, positions, self.rotary_emb.cos_sin, self._context_k_norm, norm.eps,
+            form=self.form,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def backbone(self, inputs: DraftInputs, block_table: Tensor, kv_cache: Tensor, max_seq_len: int) -> Tensor:
@@ -109,14 +112,17 @@ class DSparkDrafter:
             block_table: i32 [r, B], gathered.
             max_seq_len: an upper bound of inputs.seq_lens, Q counted.
         """
-        r, query = inputs.seq_lens.shape[0], self.config.block_size
-        x = self.embed_tokens(inputs.input_ids)
-        rope = self.rotary_emb(inputs.positions)
-        plan = self.attention.prepare(inputs.slot_mapping, inputs.seq_lens, block_table, max_seq_len)
+        plan = BlockAttentionPlan(inputs.slot_mapping, block_table, inputs.seq_lens, max_seq_len)
         attend = partial(self.attention.forward, plan)
-        for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
-            x = layer(x, rope, attend, cache)
-        return self.norm(x).view(r, query, -1)
+        x = self.embed_tokens(inputs.input_ids)
+        if self._fused:
+            x = fused_layers(self, x, inputs.positions, attend, kv_cache, self.form)
+        else:
+            rope = self.rotary_emb(inputs.positions)
+            for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+                x = layer(x, rope, attend, cache)
+            x = self.norm(x)
+        return x.view(inputs.seq_lens.shape[0], self.config.block_size, -1)
 
     @torch.inference_mode()
     def propose(self, hidden: Tensor, anchors: Tensor, positions: Tensor, k: int, draw: Draw | None = None) -> Drafts:
@@ -124,26 +130,16 @@ class DSparkDrafter:
 
         Args:
             hidden: [r, Q, d], of `backbone`.
-            anchors: i64 [r], token ids.
+            anchors: i32 or i64 [r], token ids.
             positions: i64 [r, Q], of the block: draft i will stand at positions[:, i] + 1.
             k: 1 to block_size; fewer are the first k of the whole block's.
             draw: None for the most likely tokens.
         """
         r = hidden.shape[0]
         base = self.compute_logits(hidden[:, :k].reshape(r * k, -1)).view(r, k, -1)
-        previous, state = anchors, None
-        tokens, confidences = [], []
-        for i in range(k):
-            h, e, row = hidden[:, i], None, base[:, i]
-            if self.config.markov_rank:
-                e = markov_embedding(self.heads, previous)
-                latent, state = markov_latent(self.config, self.heads, e, h, state)
-                row = row + markov_bias(self.heads, latent)
-            if self.config.enable_confidence_head:
-                confidences.append(confidence_logits(self.config, self.heads, h, e).float())
-            previous = row.argmax(-1) if draw is None else draw(i, row.contiguous(), positions[:, i] + 1)
-            tokens.append(previous)
-        return Drafts(torch.stack(tokens, 1), torch.stack(confidences, 1) if confidences else None)
+        if draw is None and self.markov_head is not None:
+            return Drafts(*markov_drafts(base, hidden, anchors, self.markov_head, self.confidence_head, form=self.form))
+        return Drafts(*drawn_drafts(base, hidden, anchors, positions, self.markov_head, self.confidence_head, draw))
 
     def _fuse_context_projections(self) -> Linear:
         """One product for the context's keys and values of all layers: rows [K of all layers, V of all layers]."""
@@ -158,12 +154,29 @@ class DSparkDrafter:
             biases = [part.bias[-2 * kv_size :].split(kv_size) for part in parts if part.bias is not None]
             fused.bias = torch.cat([k for k, _ in biases] + [v for _, v in biases])
         norms = [layer.self_attn.k_norm for layer in self.layers]
-        # [layers, 1, D] f32
-        self._context_k_norm = torch.stack([norm.weight.float() for norm in norms if norm is not None]).unsqueeze(1)
+        # [layers, D]
+        self._context_k_norm = torch.stack([norm.weight for norm in norms if norm is not None])
         return fused
 
+    def _shared(self, weights: Weights, target: CausalLM) -> tuple[Embedding, ComputeLogits]:
+        """Embedding and output head: the draft's own, or else the target's."""
+        embedding, head = target.embed_tokens, weights.get("lm_head.weight")
+        if "embed_tokens.weight" in weights:
+            embedding = Embedding(1, 1, self.dtype, self.device)
+            embedding.weight = weights["embed_tokens.weight"].to(self.device, self.dtype)
+        if head is None:
+            return embedding, target.compute_logits
+        own = head.to(self.device, self.dtype)
+        if _is_same(own, target.lm_head.weight):
+            return embedding, target.compute_logits
+        if self._fused:
+            return embedding, lambda hidden: head_logits(own, hidden, self.form)
+        return embedding, lambda hidden: torch.mm(hidden, own.t()).float()
 
-def _fill(drafter: DSparkDrafter, weights: Weights) -> None:
+
+def _fill(drafter: DSparkDrafter, weights: Weights) -> Weights:
+    """Copies the weights into the layers; returns those of the small heads, where the draft runs."""
+    heads: Weights = {}
     model = drafter.config.model
     kv_size = model.num_key_value_heads * model.head_dim
     sizes = {
@@ -172,7 +185,7 @@ def _fill(drafter: DSparkDrafter, weights: Weights) -> None:
     }
     for name, tensor in weights.items():
         if name.startswith(("markov_head.", "confidence_head.")):
-            drafter.heads[name] = tensor.to(drafter.device, drafter.dtype)
+            heads[name] = tensor.to(drafter.device, drafter.dtype)
             continue
         path, _, kind = name.rpartition(".")
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", path)
@@ -183,21 +196,7 @@ def _fill(drafter: DSparkDrafter, weights: Weights) -> None:
         fused, place = FUSED.get(inner, (inner, None))
         view = getattr(attrgetter(fused)(owner), kind)
         (view if place is None else view.split(sizes[fused])[place]).copy_(tensor)
-
-
-def _shared(weights: Weights, target: CausalLM) -> tuple[Embedding, ComputeLogits]:
-    """Embedding and output head: the draft's own, or else the target's."""
-    dtype, device = target.dtype, target.device
-    embedding, head = target.embed_tokens, weights.get("lm_head.weight")
-    if "embed_tokens.weight" in weights:
-        embedding = Embedding(1, 1, dtype, device)
-        embedding.weight = weights["embed_tokens.weight"].to(device, dtype)
-    if head is None:
-        return embedding, target.compute_logits
-    own = head.to(device, dtype)
-    if _is_same(own, target.lm_head.weight):
-        return embedding, target.compute_logits
-    return embedding, lambda hidden: F.linear(hidden, own).float()
+    return heads
 
 
 def _is_same(own: Tensor, other: Tensor | None) -> bool:

@@ -1,7 +1,8 @@
 """The small heads of a draft: the Markov head's bias, and the confidence.
 
-Pure, differentiable functions over a draft's tensors, for any leading dimensions: training calls them for whole blocks
-and drafting for one position at a time. Symbols: d hidden size, r Markov rank, V vocabulary, γ block size.
+Pure, differentiable functions over a draft's tensors, for any leading dimensions: training calls them for whole blocks,
+and the plain form of drafting for one position at a time. On the paged path kernels/markov_drafts.py has their place.
+Symbols: d hidden size, r Markov rank, V vocabulary, γ block size.
 
 | head | latent | state |
 |---|---|---|
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.markov_drafts import ConfidenceHead, MarkovHead
 
 from .config import DSparkConfig
 
@@ -72,3 +75,32 @@ def confidence_logits(config: DSparkConfig, weights: Mapping[str, Tensor], h: Te
         assert e is not None
         x = torch.cat((h, e), -1)
     return F.linear(x, weights["confidence_head.proj.weight"], weights["confidence_head.proj.bias"]).squeeze(-1)
+
+
+def markov_head(config: DSparkConfig, weights: Mapping[str, Tensor]) -> MarkovHead | None:
+    """The Markov head as drafting takes it, what it makes of h apart; None for a draft without."""
+    rank, d = config.markov_rank, config.model.hidden_size
+    if not rank:
+        return None
+    head = MarkovHead(
+        config.markov_head_type, weights["markov_head.markov_w1.weight"], weights["markov_head.markov_w2.weight"]
+    )
+    if config.markov_head_type == "vanilla":
+        return head
+    name, split = ("gate_proj", [d, rank]) if config.markov_head_type == "gated" else ("joint_proj", [2 * rank, d])
+    parts = weights[f"markov_head.{name}.weight"].split(split, 1)
+    hidden, token = parts if config.markov_head_type == "gated" else parts[::-1]
+    return head._replace(
+        hidden_weight=hidden.contiguous(), bias=weights[f"markov_head.{name}.bias"], token_weight=token.contiguous()
+    )
+
+
+def confidence_head(config: DSparkConfig, weights: Mapping[str, Tensor]) -> ConfidenceHead | None:
+    """The confidence head as drafting takes it; None for a draft without."""
+    if not config.enable_confidence_head:
+        return None
+    weight, d = weights["confidence_head.proj.weight"][0], config.model.hidden_size
+    return ConfidenceHead(
+        weight[:d].contiguous(), weights["confidence_head.proj.bias"],
+        weight[d:].contiguous() if config.confidence_head_with_markov else None,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ them is one kernel each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +19,22 @@ from kernels.triton_support import TRITON_IMPORT_ERROR
 from ..attention.metadata import AttentionMetadata
 from ..attention.triton_backend import TritonAttention
 from .layer_outputs import LayerOutputs
-from .layers import Linear
+from .layers import Linear, RMSNorm
+from .rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from .decoder import CausalLM, DecoderLayer
 
 Attend = Callable[[Tensor, Tensor, HeadRotation], Tensor]
 """The backend's forward for this step: (qkv, the layer's kv_cache, rotation) -> attention output."""
+
+
+class Stack(Protocol):
+    """Decoder layers and the norm behind them: a model's, or a drafter's."""
+
+    layers: list[DecoderLayer]
+    norm: RMSNorm
+    rotary_emb: RotaryEmbedding
 
 
 def can_fuse(device: torch.device) -> bool:
@@ -43,31 +52,47 @@ def fused_forward(
     layer_outputs: LayerOutputs | None = None,
 ) -> Tensor:
     """As :meth:`engine.models.decoder.CausalLM.forward`; may be captured in a CUDA graph."""
-    residual = model.embed_tokens(input_ids)
     plan = attention.prepare(metadata, kv_cache)
 
     def attend(qkv: Tensor, cache: Tensor, rotation: HeadRotation) -> Tensor:
         return attention.forward(plan, qkv, cache, rotation)
 
-    layers = enumerate(zip(model.layers, kv_cache.unbind(0), strict=True))
+    residual = model.embed_tokens(input_ids)
+    return fused_layers(model, residual, positions, attend, kv_cache, attention.form, layer_outputs)
+
+
+def fused_layers(
+    model: Stack,
+    residual: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    kv_cache: Tensor,
+    form: str,
+    layer_outputs: LayerOutputs | None = None,
+) -> Tensor:
+    """The layers and the last norm over residual [t, hidden], which is overwritten; kv_cache has one for each layer."""
     branch = None
     if layer_outputs is not None:
         layer_outputs.record(-1, residual)
     few = residual.shape[0] <= max_rows(residual)
-    for i, (layer, cache) in layers:
+    for i, (layer, cache) in enumerate(zip(model.layers, kv_cache.unbind(0), strict=True)):
         rotation = _rotation(layer, model, positions)
         if few:
-            _few_rows(layer, residual, cache, rotation, attend, attention.form)
+            _few_rows(layer, residual, cache, rotation, attend, form)
         else:
-            branch = _many_rows(layer, branch, residual, cache, rotation, attend, attention.form)
+            branch = _many_rows(layer, branch, residual, cache, rotation, attend, form)
         if layer_outputs is not None:
             layer_outputs.record(i, residual, branch)
-    return add_rms_norm(branch, residual, model.norm.weight, model.norm.eps, form=attention.form)
+    return add_rms_norm(branch, residual, model.norm.weight, model.norm.eps, form=form)
 
 
 def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
     """As :meth:`engine.models.decoder.CausalLM.compute_logits`, with the sums left in float32."""
-    weight = _weight(model.lm_head)
+    return head_logits(_weight(model.lm_head), hidden, form)
+
+
+def head_logits(weight: Tensor, hidden: Tensor, form: str) -> Tensor:
+    """Logits f32 [l, V] of hidden states [l, hidden] by an output head's weight [V, hidden]."""
     if hidden.shape[0] <= max_rows(hidden):
         return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
     if hidden.is_cuda and hidden.dtype != torch.float32:
@@ -81,7 +106,7 @@ def _weight(linear: Linear) -> Tensor:
     return linear.weight
 
 
-def _rotation(layer: DecoderLayer, model: CausalLM, positions: Tensor) -> HeadRotation:
+def _rotation(layer: DecoderLayer, model: Stack, positions: Tensor) -> HeadRotation:
     q_norm, k_norm = layer.self_attn.q_norm, layer.self_attn.k_norm
     cos_sin = model.rotary_emb.cos_sin
     if q_norm is None or k_norm is None:
