@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 ROOT_PREFIX_ID = 0
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class CachedPrefix:
     """A prefix of whole blocks, known by its last block's tokens and by the prefix before it.
 
@@ -98,11 +98,15 @@ class BlockPool:
 
     def publish(self, block_id: int, parent_id: int, block_hash: bytes, token_ids: tuple[int, ...]) -> None:
         """Lets others find `block_id` under (parent, tokens); a second block of that content becomes another copy."""
-        prefix = self.find(parent_id, block_hash, token_ids)
+        bucket = self._cached.get(block_hash)
+        prefix = self.find(parent_id, block_hash, token_ids) if bucket else None
         if prefix is None:
             self._last_prefix_id += 1
             prefix = CachedPrefix(self._last_prefix_id, parent_id, block_hash, token_ids)
-            self._cached.setdefault(block_hash, []).append(prefix)
+            if bucket:
+                bucket.append(prefix)
+            else:
+                self._cached[block_hash] = [prefix]
         prefix.block_ids.append(block_id)
         self.blocks[block_id].prefix = prefix
 

@@ -126,7 +126,8 @@ class KVCacheManager:
         self.pool.touch(new_computed_blocks)
         added = [*new_computed_blocks, *self.pool.allocate(num_needed)]
         blocks.block_ids += added
-        self._publish(request, blocks, num_computed + num_new_tokens)
+        if self.enable_caching:
+            self._publish(request, blocks, min(num_computed + num_new_tokens, request.num_tokens) // self.block_size)
         return added
 
     def add_blocks(self, request_ids: Iterable[str], counts: Sequence[int]) -> list[list[int]] | None:
@@ -148,12 +149,14 @@ class KVCacheManager:
     def cache_blocks(self, request: Request) -> None:
         """Publishes the full blocks whose tokens have become known since their slots were given."""
         blocks = self._requests.get(request.request_id)
-        if blocks is not None and request.num_computed_tokens >= (blocks.num_published + 1) * self.block_size:
-            self._publish(request, blocks, request.num_computed_tokens)
+        if blocks is not None and self.enable_caching:
+            self._publish(request, blocks, min(request.num_computed_tokens, request.num_tokens) // self.block_size)
 
-    def publish(self, request: Request, num_computed_tokens: int) -> None:
-        """Publishes the full blocks of the first `num_computed_tokens`, which a step about to be launched computes."""
-        self._publish(request, self._requests[request.request_id], num_computed_tokens)
+    def publish(self, request: Request, num_full: int) -> None:
+        """Publishes the request's first `num_full` blocks, as far as they aren't yet: all their tokens are known, and
+        computed, or being computed by a step that is launched before any that could read them."""
+        if self.enable_caching:
+            self._publish(request, self._requests[request.request_id], num_full)
 
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back, the last first: a prefix is evicted from its end. Ignores unknown ids."""
@@ -205,15 +208,13 @@ class KVCacheManager:
                     assert prefix.block_hash == blocks.hashes[index], what + "published under another hash"
                     parent_id = prefix.prefix_id
 
-    def _publish(self, request: Request, blocks: _RequestBlocks, num_computed_tokens: int) -> None:
-        if not self.enable_caching:
-            return
-        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+    def _publish(self, request: Request, blocks: _RequestBlocks, num_full: int) -> None:
+        block_ids = blocks.block_ids
         for index in range(blocks.num_published, num_full):
             token_ids = self._token_ids(request, index)
-            parent = self.pool.blocks[blocks.block_ids[index - 1]].prefix if index else None
+            parent = self.pool.blocks[block_ids[index - 1]].prefix if index else None
             parent_id = parent.prefix_id if parent else ROOT_PREFIX_ID
-            self.pool.publish(blocks.block_ids[index], parent_id, self._hash(blocks, index, token_ids), token_ids)
+            self.pool.publish(block_ids[index], parent_id, self._hash(blocks, index, token_ids), token_ids)
             blocks.num_published = index + 1
 
     def _hash(self, blocks: _RequestBlocks, index: int, token_ids: tuple[int, ...]) -> bytes:
@@ -225,7 +226,9 @@ class KVCacheManager:
     def _token_ids(self, request: Request, index: int) -> tuple[int, ...]:
         """The tokens of block `index`, without joining the whole prompt and output."""
         begin, end, num_prompt = index * self.block_size, (index + 1) * self.block_size, request.num_prompt_tokens
+        if begin >= num_prompt:
+            return tuple(request.output_token_ids[begin - num_prompt : end - num_prompt])
         if end <= num_prompt:
             return tuple(request.prompt_token_ids[begin:end])
         prompt_part = request.prompt_token_ids[begin:]
-        return (*prompt_part, *request.output_token_ids[max(0, begin - num_prompt) : end - num_prompt])
+        return (*prompt_part, *request.output_token_ids[: end - num_prompt])

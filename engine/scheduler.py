@@ -190,12 +190,13 @@ class Scheduler(TokenIntake):
         batch = self._last_batch
         if self._steady_steps == 0 or batch is None or batch.version != self.table.version:
             return None
-        if self._steps_in_blocks == 0:
-            if not self._give_blocks_to_all(plan, batch.rows, batch.num_tokens):
-                return None
-            self._note_steps_in_blocks(batch.rows, batch.num_tokens)
-        else:
+        if self._steps_in_blocks > 0:
             self._steps_in_blocks -= 1
+        else:
+            left = self._slots_left(batch.at, batch.num_tokens)
+            if not self._add_blocks(plan, batch.rows, left):
+                return None
+            self._steps_in_blocks = int(left.min()) // (1 + self._num_device_drafts)
         self._steady_steps -= 1
         return batch
 
@@ -217,13 +218,7 @@ class Scheduler(TokenIntake):
             # A step of which every token is known publishes the block that it fills.
             steps = min(steps, int((table.publish_at[rows] - known).min()) - 1)
         self._steady_steps = max(0, steps)
-        self._note_steps_in_blocks(rows, plan.num_tokens)
-
-    def _note_steps_in_blocks(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Called before this step's `num_tokens` of `rows`, more than none, are counted."""
-        table = self.table
-        left = table.num_slots[rows] - table.num_computed_tokens[rows] - self._num_lookahead_tokens
-        self._steps_in_blocks = max(0, int((left // num_tokens).min()) - 1)
+        self._steps_in_blocks = max(0, int(self._slots_left(rows, plan.num_tokens).min()) // each)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         table = self.table
@@ -272,10 +267,16 @@ class Scheduler(TokenIntake):
         If blocks run out the one in need goes without its drafts (both arrays are changed); then the last of `rows` is
         preempted, down to the one in need, which at last sits the step out with all behind it.
         """
-        if self._give_blocks_to_all(plan, rows, num_tokens):
+        table, end = self.table, len(rows)
+        left = np.where(num_tokens > 0, self._slots_left(rows, num_tokens), 0)
+        ends, known = table.num_computed_tokens[rows] + num_tokens, table.num_tokens[rows]
+        # A block is full, and all its tokens are known: the request publishes it, and at the latest with its next one.
+        usable = np.minimum(ends, known)
+        publishes = (usable >= table.publish_at[rows]) & ((ends <= known) | (left < 0)) & (num_tokens > 0)
+        in_need = np.flatnonzero((left < 0) | publishes)
+        if self._add_blocks(plan, rows, left):
+            self._publish_rows(rows[publishes], usable[publishes])
             return rows
-        end = len(rows)
-        in_need = self._in_need(rows, num_tokens)[0]
         for i in in_need.tolist():
             if i >= end:
                 break
@@ -300,35 +301,27 @@ class Scheduler(TokenIntake):
             self._note_blocks(request)
         return rows[:end]
 
-    def _in_need(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Who of `rows` gets blocks or publishes some before `num_tokens` (i64, each) are computed: the places in
-        `rows`; the tokens for which each wants slots; and the tokens that it has then, computed ones."""
-        table = self.table
-        ends = table.num_computed_tokens[rows] + num_tokens
-        # A block is full, and all its tokens are known: the request publishes it.
-        publishes = (ends >= table.publish_at[rows]) & (ends <= table.num_tokens[rows])
-        wanted = np.minimum(ends + self._num_lookahead_tokens, self.max_model_len)
-        return np.flatnonzero(((wanted > table.num_slots[rows]) | publishes) & (num_tokens > 0)), wanted, ends
+    def _slots_left(self, at: np.ndarray | slice, num_tokens: np.ndarray) -> np.ndarray:
+        """i64, of the rows `at`: slots of their blocks behind `num_tokens` more and the drafter's; too few are less
+        than 0."""
+        ends = self.table.num_computed_tokens[at] + num_tokens
+        return self.table.num_slots[at] - np.minimum(ends + self._num_lookahead_tokens, self.max_model_len)
 
-    def _give_blocks_to_all(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Makes room for `num_tokens` of each of `rows`, and for the drafter; False, with nothing changed, if there
-        are not enough blocks for all of that."""
-        in_need, wanted, ends = self._in_need(rows, num_tokens)
-        if not len(in_need):
+    def _add_blocks(self, plan: StepPlan, rows: np.ndarray, left: np.ndarray) -> bool:
+        """Gives `rows` blocks until none of `left` i64, slots left of each, is below 0, and counts them there. False,
+        with nothing changed, if there are not enough blocks for all."""
+        short = left < 0
+        if not np.count_nonzero(short):
             return True
-        table, block_size = self.table, self.config.block_size
-        needy, ends = rows[in_need], ends[in_need]
-        num_blocks = np.maximum(0, -(-(wanted[in_need] - table.num_slots[needy]) // block_size))
-        requests = [self._request(row) for row in needy.tolist()]
-        ids = [request.request_id for request in requests]
+        block_size, needy = self.config.block_size, rows[short]
+        num_blocks = -(left[short] // block_size)
+        ids = [self._request(row).request_id for row in needy.tolist()]
         block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
         if block_ids is None:
             return False
-        plan.new_block_ids.update((rid, own) for rid, own in zip(ids, block_ids, strict=True) if own)
-        table.num_slots[needy] += num_blocks * block_size
-        for i in np.flatnonzero(np.minimum(ends, table.num_tokens[needy]) >= table.publish_at[needy]).tolist():
-            self.kv_cache.publish(requests[i], int(ends[i]))
-            self._note_blocks(requests[i])
+        plan.new_block_ids.update(zip(ids, block_ids, strict=True))
+        left[short] += num_blocks * block_size
+        self.table.num_slots[needy] += num_blocks * block_size
         return True
 
     def _allocate(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:

@@ -59,13 +59,13 @@ class TokenIntake(ABC):
         stays = None
         if batch.version != self.table.version:
             stays = self.table.generation[batch.rows] == batch.generations
-        if batch.has_drafts:
-            self._reject(batch, counts, stays)
         if stays is None and self._append_to_all(batch, tokens, counts, now):
             if batch.all_quiet and not every_token:
                 return []
             wanted = range(len(batch.rows)) if every_token else np.flatnonzero(~batch.quiet).tolist()
             return [(batch.requests[i], tokens[i, : counts[i]].tolist()) for i in wanted]
+        if batch.has_drafts:
+            self._reject(batch, counts, stays)
         plain = self._plain(batch, tokens, counts, stays)
         self._append_plain(batch, plain, tokens, counts, now)
         updates: dict[int, tuple[Request, list[int]]] = {}
@@ -108,8 +108,8 @@ class TokenIntake(ABC):
             request.num_output_placeholders -= int(rejected[i])
 
     def _append_to_all(self, batch: ScheduledBatch, tokens: np.ndarray, counts: np.ndarray, now: float) -> bool:
-        """Appends the tokens i64 [r, N + 1] of which `counts` [r] are each request's, all still in their rows. False,
-        with nothing changed, if one may end here, or got none."""
+        """Appends the tokens i64 [r, N + 1] of which `counts` [r] are each request's, all still in their rows, and
+        takes back the drafts that were not accepted. False, with nothing changed, if one may end here or got none."""
         table, at = self.table, batch.at
         known = table.num_tokens[at] + counts
         if np.count_nonzero(counts) < len(counts) or np.count_nonzero(known >= table.limit[at]):
@@ -126,12 +126,16 @@ class TokenIntake(ABC):
             self._note_first_tokens(batch.rows, now)
             batch.awaits_first_token = False
         table.num_tokens[at] = known
-        table.num_output_placeholders[at] -= counts
+        if batch.has_drafts:
+            table.rounds.add(batch.requests, batch.num_drafts, counts)
+            table.num_computed_tokens[at] += counts - batch.num_sampled_at_most
+        table.num_output_placeholders[at] -= batch.num_sampled_at_most
         table.last_token_time[at] = now
         if self.kv_cache.enable_caching:
-            full = np.minimum(known, table.num_computed_tokens[at]) >= table.publish_at[at]
+            usable = np.minimum(known, table.num_computed_tokens[at])
+            full = usable >= table.publish_at[at]
             if np.count_nonzero(full):
-                self._publish_rows(batch.rows[full])
+                self._publish_rows(batch.rows[full], usable[full])
         return True
 
     def _plain(
@@ -177,7 +181,9 @@ class TokenIntake(ABC):
         table.num_tokens[rows] = known
         table.num_output_placeholders[rows] -= counts
         table.last_token_time[rows] = now
-        self._publish_rows(rows[np.minimum(known, table.num_computed_tokens[rows]) >= table.publish_at[rows]])
+        usable = np.minimum(known, table.num_computed_tokens[rows])
+        full = usable >= table.publish_at[rows]
+        self._publish_rows(rows[full], usable[full])
 
     def _note_first_tokens(self, rows: np.ndarray, now: float) -> None:
         """Called before the tokens of `rows` are counted."""
@@ -225,9 +231,12 @@ class TokenIntake(ABC):
         assert request is not None, f"row {row} is nobody's"
         return request
 
-    def _publish_rows(self, rows: np.ndarray) -> None:
-        for row in rows.tolist():
-            self._publish(self._request(row))
+    def _publish_rows(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Each of `rows` has a block to publish: its first `num_tokens` i64 are known and computed."""
+        num_full = num_tokens // self.kv_cache.block_size
+        for row, count in zip(rows.tolist(), num_full.tolist(), strict=True):
+            self.kv_cache.publish(self._request(row), count)
+        self.table.publish_at[rows] = (num_full + 1) * self.kv_cache.block_size
 
     def _publish(self, request: Request) -> None:
         self.kv_cache.cache_blocks(request)

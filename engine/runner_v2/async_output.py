@@ -28,16 +28,32 @@ def empty_tokens(num_rows: int, width: int, device: torch.device) -> tuple[torch
     return tokens, tokens[:size].view(num_rows, width), tokens[size:].view(torch.int32)[:num_rows]
 
 
+class HostBuffers:
+    """What one step's output is copied to, pinned: `tokens` i64 [size], with its numpy view, and by name what else may
+    come with it, made when it first does."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self.tokens = device.empty_host((size,), torch.int64)
+        self.tokens_np: np.ndarray = self.tokens.numpy()
+        self._others: dict[str, torch.Tensor] = {}
+
+    def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape and type of `tensor`, in the memory that the last one of this name had if it fits."""
+        buffer = self._others.get(name)
+        if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
+            buffer = self._others[name] = self._device.empty_host((tensor.numel(),), tensor.dtype)
+        return buffer[: tensor.numel()].view(tensor.shape)
+
+
 class HostRing:
-    """As many pinned buffers for a step's tokens as steps can be in flight, and one that is read: i64 [size], each
-    with its numpy view."""
+    """As many HostBuffers as steps can be in flight, and one that is read."""
 
     def __init__(self, device: Device, size: int, depth: int) -> None:
-        buffers = [device.empty_host((size,), torch.int64) for _ in range(depth)]
-        self._buffers = [(buffer, buffer.numpy()) for buffer in buffers]
+        self._buffers = [HostBuffers(device, size) for _ in range(depth)]
         self._next = 0
 
-    def next(self) -> tuple[torch.Tensor, np.ndarray]:
+    def next(self) -> HostBuffers:
         self._next = (self._next + 1) % len(self._buffers)
         return self._buffers[self._next]
 
@@ -45,8 +61,8 @@ class HostRing:
 class AsyncOutput:
     """Starts the copies when made; `get_output` waits for them, in the engine's loop and never inside a step.
 
-    `tensors()`, called on the copy stream after the sampler, gives `tokens` (see `empty_tokens`; its rows may be more
-    than `req_ids`) for `host_tokens`, and those of `SampledLogprobs.as_dict()` where logprobs were asked for and of
+    `tensors()`, called on the copy stream after the sampler, gives what goes to `host`: `tokens` (see `empty_tokens`;
+    its rows may be more than `req_ids`), and those of `SampledLogprobs.as_dict()` where logprobs were asked for and of
     `trace_tensors` and `draft_tensors` where somebody watches. The device tensors stay referenced until the copy ended,
     so that their memory is not reused under it. Logprobs of prompts have been sent to the host by then.
     """
@@ -58,7 +74,7 @@ class AsyncOutput:
         num_logprobs: np.ndarray,
         logprobs_plan: LogprobsPlan,
         prompt_logprobs: PromptLogprobsPlan | None,
-        host_tokens: tuple[torch.Tensor, np.ndarray],
+        host: HostBuffers,
         width: int,
         cu_num_logits: np.ndarray,
         tensors: Callable[[], dict[str, torch.Tensor]],
@@ -70,7 +86,7 @@ class AsyncOutput:
         self._num_logprobs = num_logprobs
         self._logprobs_plan = logprobs_plan
         self._prompt_logprobs = prompt_logprobs
-        self._host_tokens, self._host_tokens_np = host_tokens
+        self._buffers = host
         self._num_rows = 0
         self._width = width
         self._cu_num_logits = cu_num_logits
@@ -88,18 +104,17 @@ class AsyncOutput:
             if name == "tokens":
                 # Of r rows there are r * width tokens and ceil(r / 2) words of counts.
                 self._num_rows = tensor.shape[0] * 2 // (2 * self._width + 1)
-                self._host_tokens[: tensor.shape[0]].copy_(tensor, non_blocking=True)
+                self._buffers.tokens[: tensor.shape[0]].copy_(tensor, non_blocking=True)
             else:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.is_cuda)
-                self._host[name] = host.copy_(tensor, non_blocking=True)
+                self._host[name] = self._buffers.like(name, tensor).copy_(tensor, non_blocking=True)
 
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self.copied, "output", inside_step=False)
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
-        rows, tokens, size = self._num_rows, self._host_tokens_np, self._num_rows * self._width
+        rows, tokens, size = self._num_rows, self._buffers.tokens_np, self._num_rows * self._width
         sampled, num_sampled = tokens[:size].reshape(rows, self._width), tokens[size:].view(np.int32)[:rows]
         if self._observe_confidences is not None and CONFIDENCES in host:
-            self._observe_confidences(host[CONFIDENCES][: len(self._req_ids)])
+            self._observe_confidences(host[CONFIDENCES][: len(self._req_ids)].copy())
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
         if self._logprobs_plan.wanted:
@@ -112,8 +127,9 @@ class AsyncOutput:
                 if self._num_logprobs[i] >= 0 and num_sampled[i]
             }
         prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.result()
-        traces = read_traces(host, self._req_ids, np.flatnonzero(num_sampled[:num_reqs] == 0))
-        draft_traces = read_draft_traces(host, self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs])
-        return ModelRunnerOutput(
-            self._req_ids, sampled[:num_reqs], num_sampled[:num_reqs], logprobs, prompt_logprobs, traces, draft_traces
-        )
+        sampled, num_sampled = sampled[:num_reqs], num_sampled[:num_reqs]
+        traces = draft_traces = None
+        if host:
+            traces = read_traces(host, self._req_ids, np.flatnonzero(num_sampled == 0))
+            draft_traces = read_draft_traces(host, self._req_ids, sampled, num_sampled)
+        return ModelRunnerOutput(self._req_ids, sampled, num_sampled, logprobs, prompt_logprobs, traces, draft_traces)
