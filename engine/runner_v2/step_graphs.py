@@ -72,8 +72,8 @@ class OutputTurns:
         self._turn.zero_()
         self._host_turn = 0
 
-    def next(self) -> dict[str, torch.Tensor]:
-        """What the next replay leaves, until the one after the next."""
+    def last(self) -> dict[str, torch.Tensor]:
+        """What the replay that was just queued leaves, until the one after the next. Called once for each."""
         turn, self._host_turn = self._host_turn, self._host_turn ^ 1
         return {name: places[turn] for name, places in self._places.items()}
 
@@ -162,9 +162,8 @@ class StepGraphs:
     def replay(self, size: StepSize, plan: SamplerPlan) -> dict[str, torch.Tensor]:
         """Called on the stream; the output stays until the same step is replayed for the second time from now."""
         assert self._pool is not None
-        output = self._outputs[size, plan].next()
         self._pool.replay((size, plan))
-        return output
+        return self._outputs[size, plan].last()
 
     def seconds_of(self, num_reqs: int, num_tokens: int) -> float:
         """What one step of that size takes, with empty contexts. Waits for the device."""

@@ -1,5 +1,5 @@
-"""Captured steps of any batch, imitated on a CPU: prompts, their chunks, decodes and drafts give what they give launched
-piece by piece."""
+"""Captured steps of any batch, imitated on a CPU: prompts, chunks, decodes and drafts give what they give launched piece
+by piece."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_an_output_stays_until_the_replay_after_the_next() -> None:
     turns.start()
     outputs = []
     for step in range(5):
-        outputs.append(turns.next()["tokens"])
         turns.keep({"tokens": torch.tensor([step, -step])})
+        outputs.append(turns.last()["tokens"])
         assert outputs[step].tolist() == [step, -step]
         assert step == 0 or outputs[step - 1].tolist() == [step - 1, 1 - step]
 
