@@ -17,6 +17,8 @@ REJECTION_SAMPLE_METHODS = ("standard", "block", "synthetic")
 VERIFICATION_SCHEDULES = ("fixed", "threshold", "early_stop", "budgeted")
 DRAFTS = ("lookup",)
 DEFAULT_PROMPT_LOOKUP = 5
+LOOKUP_DRAFT = (1, 3)
+"""Of what was tried on answers of a small model (bench/NOTES.md), the n-grams whose continuations are accepted most."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class SpeculativeConfig:
     draft: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
-    """None is the other one of the two, or 5 if that is None too."""
+    """None is the other one of the two; if that is None too, 5, or 1 to 3 for draft="lookup"."""
     draft_sample_method: str = "greedy"
     verification_schedule: str = "fixed"
     """How many of its drafts a request has verified: all; up to the first whose confidence is below
@@ -94,6 +96,8 @@ class SpeculativeConfig:
     def prompt_lookup(self) -> tuple[int, int]:
         """(min, max) length of the n-grams that are looked up."""
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if self.draft == "lookup" and low is None and high is None:
+            return LOOKUP_DRAFT
         return (
             low or high or DEFAULT_PROMPT_LOOKUP,
             high or low or DEFAULT_PROMPT_LOOKUP,

@@ -171,3 +171,13 @@ def test_a_closed_engine_says_so(runner: str) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="was closed"):
         llm.generate(ids(*GOOD), greedy(3), use_tqdm=False)
+
+
+def test_lengths_of_looked_up_ngrams() -> None:
+    def lengths(**values: Any) -> tuple[int, int]:
+        return SpeculativeConfig(num_speculative_tokens=3, **values).prompt_lookup
+
+    assert lengths(method="ngram") == (5, 5)
+    assert lengths(method="ngram", prompt_lookup_max=3) == (3, 3)
+    assert lengths(method="dspark", draft="lookup") == (1, 3)
+    assert lengths(method="dspark", draft="lookup", prompt_lookup_min=2, prompt_lookup_max=4) == (2, 4)

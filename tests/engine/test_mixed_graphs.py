@@ -1,5 +1,5 @@
-"""Captured steps of any batch, imitated on a CPU: prompts, chunks, decodes and drafts give what they give launched piece
-by piece."""
+"""Captured steps of any batch, imitated on a CPU: prompts, chunks, decodes and drafts, as if launched piece by
+piece."""
 
 from __future__ import annotations
 
