@@ -5,6 +5,7 @@ R max requests, B max blocks a request, T max batched tokens.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kernels import compute_slot_mappings, gather_block_tables
@@ -37,12 +38,17 @@ class BlockTables:
         # [T] i64
         self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device.torch_device)
 
-    def append_block_ids(self, row: int, block_ids: list[int], *, overwrite: bool) -> None:
-        """Stages `block_ids` behind the row's blocks, or in their place: a row's blocks after a resume are the new
-        ones only."""
-        start = 0 if overwrite else int(self.num_blocks.np[row])
-        self.block_table.stage(row, start, block_ids)
-        self.num_blocks.set(row, start + len(block_ids))
+    def set_block_ids(self, row: int, block_ids: list[int]) -> None:
+        """Stages `block_ids` in place of the row's blocks: after a resume they are the new ones only."""
+        self.block_table.stage(row, 0, block_ids)
+        self.num_blocks.set(row, len(block_ids))
+
+    def append_block_ids(self, rows: list[int], block_ids: list[list[int]]) -> None:
+        """Stages some blocks behind those of each of `rows`, which are different ones."""
+        at = np.array(rows)
+        starts = self.num_blocks.np[at]
+        self.block_table.stage_all(rows, starts.tolist(), block_ids)
+        self.num_blocks.set(at, starts + [len(own) for own in block_ids])
 
     def apply_staged_writes(self) -> bool:
         publish(self._device, "publish num_blocks", self.num_blocks)

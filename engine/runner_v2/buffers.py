@@ -6,7 +6,8 @@ of a ring that is as deep as the steps in flight, and a staged write travels in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ class UvaBackedTensor:
         self.np: np.ndarray = np.zeros(shape, dtype=self._ring[0][1].dtype)
         self.gpu = device.zeros(*shape, dtype=dtype)
 
-    def set(self, row: int, value: object) -> None:
-        self.np[row] = value
+    def set(self, rows: int | np.ndarray, value: object) -> None:
+        self.np[rows] = value
         self._dirty = True
 
     def next_snapshot(self) -> torch.Tensor | None:
@@ -84,6 +85,13 @@ class StagedWriteTensor:
         self._starts.append(start)
         self._lengths.append(len(values))
         self._contents.extend(values)
+
+    def stage_all(self, rows: Iterable[int], starts: Iterable[int], values: Sequence[Sequence[int]]) -> None:
+        """`stage` for many rows at once, each with some values."""
+        self._rows.extend(rows)
+        self._starts.extend(starts)
+        self._lengths.extend(map(len, values))
+        self._contents.extend(chain.from_iterable(values))
 
     def apply(self, name: str) -> bool:
         """Kernel 1: sends what was staged; False if that was nothing. `name` says whose write it is."""

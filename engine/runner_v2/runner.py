@@ -179,8 +179,9 @@ class ModelRunnerV2:
             rows = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
             self._cached_ids, self._cached_rows = cached.req_ids, np.array(rows, dtype=np.int64)
         states.num_computed_tokens_np[self._cached_rows] = cached.num_computed_tokens
-        for req_id, block_ids in cached.new_block_ids.items():
-            self.block_tables.append_block_ids(states.req_id_to_index[req_id], block_ids, overwrite=False)
+        if new_block_ids := cached.new_block_ids:
+            rows = [states.req_id_to_index[req_id] for req_id in new_block_ids]
+            self.block_tables.append_block_ids(rows, list(new_block_ids.values()))
         if self.block_tables.apply_staged_writes():
             self._launched("write block_table")
 
@@ -199,7 +200,7 @@ class ModelRunnerV2:
 
     def _add_request(self, new: NewRequestData) -> None:
         row = self.req_states.add_request(new)
-        self.block_tables.append_block_ids(row, new.block_ids, overwrite=True)
+        self.block_tables.set_block_ids(row, new.block_ids)
         self.sampler.add_request(row, new)
         self.model_state.add_request(row, new)
         if RowWritten in self.hooks.wanted:
