@@ -24,9 +24,12 @@ class DraftSampler:
     def draw(self, step: FinishedStep, index: int, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draft number `index` of each request, i64 [r], which will stand at `positions` i64 [r]; logits f32 [r, V],
         changed in place."""
-        if self.logits is None:
-            return logits.argmax(dim=-1)
         rows = step.rows
+        if self.logits is None:
+            return gumbel_sample(
+                logits, step.idx_mapping, rows.temperature, rows.seeds, positions, purpose=Purpose.DRAFT,
+                all_greedy=True, form=self._form,
+            )  # fmt: skip
         apply_temperature(logits, step.idx_mapping, rows.temperature, form=self._form)
         self.logits[:, index].index_copy_(0, step.idx_mapping.clamp(min=0).long(), logits)
         return gumbel_sample(

@@ -13,11 +13,12 @@ from typing import cast
 
 import torch
 
-from kernels import ShiftedInputs, shift_inputs
+from kernels import ShiftedInputs, max_rows, shift_inputs, small_linear
 
 from ..attention import allocate_kv_cache, kv_bytes_per_token
 from ..models.config import ModelConfig
 from ..models.decoder import CausalLM, DecoderLayer
+from ..models.fused import fused_layers
 from ..models.layers import Linear, RMSNorm
 from ..models.rope import RotaryEmbedding
 from ..models.weights import weight_views
@@ -36,13 +37,18 @@ class MtpHead:
         self.config, self.target = config, target
         self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
         self.enorm, self.hnorm, self.norm = (RMSNorm(d, config.rms_norm_eps, dtype, device) for _ in range(3))
-        self.eh_proj = Linear(2 * d, d, False, dtype, device)
+        # eh_proj by its halves, so that neither of its inputs is copied beside the other.
+        self.e_proj, self.h_proj = (Linear(d, d, False, dtype, device) for _ in range(2))
         self.layers = [DecoderLayer(config, dtype, device)]
         self.rotary_emb = RotaryEmbedding(config, dtype, device)
         # The layer is named as a model's own.
         views = weight_views(cast(CausalLM, self))
-        own: dict[str, RMSNorm | Linear] = {"enorm": self.enorm, "hnorm": self.hnorm, "eh_proj": self.eh_proj}
-        for name, tensor in weights.items():
+        e_weight, h_weight = weights["eh_proj.weight"].split(d, 1)
+        named = weights | {"e_proj.weight": e_weight, "h_proj.weight": h_weight}
+        del named["eh_proj.weight"]
+        own: dict[str, RMSNorm | Linear] = {"enorm": self.enorm, "hnorm": self.hnorm}
+        own |= {"e_proj": self.e_proj, "h_proj": self.h_proj}
+        for name, tensor in named.items():
             part = own.get(name.removesuffix(".weight"))
             view = views[f"model.{name}"] if part is None else part.weight
             assert view is not None
@@ -53,13 +59,34 @@ class MtpHead:
         assert step.hidden_states is not None, "an MTP head needs the target's hidden states"
         t = inputs.token_ids.shape[0]
         metadata = replace(step.metadata, slot_mapping=inputs.slot_mapping, num_tokens_padded=t)
-        parts = (self.enorm(self.embed_tokens(inputs.token_ids)), self.hnorm(step.hidden_states[:t]))
-        attention = self.target.triton_attention or self.target.attention
+        embedding, hidden, positions = self.embed_tokens(inputs.token_ids), step.hidden_states[:t], step.positions[:t]
+        fused = self.target.triton_attention
+        if fused is not None:
+            x = (
+                self._few_rows(embedding, hidden, fused.form)
+                if t <= max_rows(hidden)
+                else self._rows(embedding, hidden)
+            )
+            attend = partial(fused.forward, fused.prepare(metadata, cache))
+            return fused_layers(self, x, positions, attend, cache, fused.form)
+        attention = self.target.attention
         plan = attention.prepare(metadata, cache)
-        rope = self.rotary_emb(step.positions[:t])
-        x = self.layers[0](self.eh_proj(torch.cat(parts, -1)), rope, partial(attention.forward, plan), cache[0])
+        rope = self.rotary_emb(positions)
+        x = self.layers[0](self._rows(embedding, hidden), rope, partial(attention.forward, plan), cache[0])
         attention.finish(plan, cache)
         return self.norm(x)
+
+    def _rows(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer gets, [t, d], of the embedding [t, d] of each next token and the target's hidden [t, d]."""
+        return self.h_proj.add_to(self.e_proj(self.enorm(embedding)), self.hnorm(hidden))
+
+    def _few_rows(self, embedding: torch.Tensor, hidden: torch.Tensor, form: str) -> torch.Tensor:
+        """As `_rows`, in two launches."""
+        assert self.e_proj.weight is not None and self.h_proj.weight is not None
+        x = small_linear(embedding, self.e_proj.weight, norm_weight=self.enorm.weight, eps=self.enorm.eps, form=form)
+        return small_linear(
+            hidden, self.h_proj.weight, norm_weight=self.hnorm.weight, eps=self.hnorm.eps, residual=x, form=form
+        )
 
 
 class MtpDecoder(SpecDecoder):

@@ -76,16 +76,19 @@ def test_the_paged_head_says_what_the_plain_one_says(name: str, chunk: int) -> N
         assert len(output) >= 4 and output == greedy_tokens(model(name), prompt, len(output))
 
 
-def test_the_head_over_a_gpus_backend() -> None:
-    weights = head_weights("tiny-qwen3")
-    rounds = Rounds(model("tiny-qwen3"), decoder("tiny-qwen3", weights))
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_head_over_a_gpus_backend(name: str, chunk: int) -> None:
+    """In few launches, for few rows and for many."""
+    weights = head_weights(name)
+    rounds = Rounds(model(name), decoder(name, weights))
     requests = [rounds.add(prompt, row) for row, prompt in enumerate(PROMPTS)]
     for _ in range(6):
-        with as_on_a_gpu(model("tiny-qwen3")):
-            drafts = rounds.step(requests, chunk=4)
+        with as_on_a_gpu(model(name)):
+            drafts = rounds.step(requests, chunk)
         for request, own in zip(requests, drafts.tolist(), strict=True):
             if request.num_accepted:
-                assert own == [plain_draft("tiny-qwen3", weights, request)]
+                assert own == [plain_draft(name, weights, request)]
 
 
 def test_accepted_and_rejected_drafts_leave_the_cache_right() -> None:
