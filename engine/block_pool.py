@@ -96,8 +96,9 @@ class BlockPool:
                 return prefix
         return None
 
-    def publish(self, block_id: int, parent_id: int, block_hash: bytes, token_ids: tuple[int, ...]) -> None:
-        """Lets others find `block_id` under (parent, tokens); a second block of that content becomes another copy."""
+    def publish(self, block_id: int, parent_id: int, block_hash: bytes, token_ids: tuple[int, ...]) -> int:
+        """Lets others find `block_id` under (parent, tokens); a second block of that content becomes another copy.
+        Returns the prefix's id."""
         bucket = self._cached.get(block_hash)
         prefix = self.find(parent_id, block_hash, token_ids) if bucket else None
         if prefix is None:
@@ -109,6 +110,7 @@ class BlockPool:
                 self._cached[block_hash] = [prefix]
         prefix.block_ids.append(block_id)
         self.blocks[block_id].prefix = prefix
+        return prefix.prefix_id
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content. False, and nothing is changed, while any block is in use."""

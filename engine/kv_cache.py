@@ -85,7 +85,7 @@ class KVCacheManager:
         parent_id = ROOT_PREFIX_ID
         for index in range((request.num_tokens - 1) // self.block_size):
             token_ids = self._token_ids(request, index)
-            prefix = self.pool.find(parent_id, self._hash(blocks, index, token_ids), token_ids)
+            prefix = self.pool.find(parent_id, self._hash(blocks.hashes, index, token_ids), token_ids)
             if prefix is None:
                 break
             hits.append(prefix.block_ids[0])
@@ -152,11 +152,12 @@ class KVCacheManager:
         if blocks is not None and self.enable_caching:
             self._publish(request, blocks, min(request.num_computed_tokens, request.num_tokens) // self.block_size)
 
-    def publish(self, request: Request, num_full: int) -> None:
-        """Publishes the request's first `num_full` blocks, as far as they aren't yet: all their tokens are known, and
-        computed, or being computed by a step that is launched before any that could read them."""
+    def publish(self, requests: Sequence[Request], num_full: Sequence[int]) -> None:
+        """Publishes the first blocks of each request, so many of them, as far as they aren't yet: all their tokens are
+        known, and computed, or being computed by a step that is launched before any that could read them."""
         if self.enable_caching:
-            self._publish(request, self._requests[request.request_id], num_full)
+            for request, count in zip(requests, num_full, strict=True):
+                self._publish(request, self._requests[request.request_id], count)
 
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back, the last first: a prefix is evicted from its end. Ignores unknown ids."""
@@ -209,23 +210,28 @@ class KVCacheManager:
                     parent_id = prefix.prefix_id
 
     def _publish(self, request: Request, blocks: _RequestBlocks, num_full: int) -> None:
-        block_ids = blocks.block_ids
-        for index in range(blocks.num_published, num_full):
+        first = blocks.num_published
+        if first >= num_full:
+            return
+        block_ids, pool, hashes = blocks.block_ids, self.pool, blocks.hashes
+        parent = pool.blocks[block_ids[first - 1]].prefix if first else None
+        parent_id = parent.prefix_id if parent else ROOT_PREFIX_ID
+        for index in range(first, num_full):
             token_ids = self._token_ids(request, index)
-            parent = self.pool.blocks[block_ids[index - 1]].prefix if index else None
-            parent_id = parent.prefix_id if parent else ROOT_PREFIX_ID
-            self.pool.publish(block_ids[index], parent_id, self._hash(blocks, index, token_ids), token_ids)
+            block_hash = self._hash(hashes, index, token_ids)
+            parent_id = pool.publish(block_ids[index], parent_id, block_hash, token_ids)
             blocks.num_published = index + 1
 
-    def _hash(self, blocks: _RequestBlocks, index: int, token_ids: tuple[int, ...]) -> bytes:
-        """The hash of block `index`; each is computed once, in order."""
-        if index == len(blocks.hashes):
-            blocks.hashes.append(self._hash_function(blocks.hashes[-1] if index else b"", token_ids))
-        return blocks.hashes[index]
+    def _hash(self, hashes: list[bytes], index: int, token_ids: tuple[int, ...]) -> bytes:
+        """The hash of block `index`, kept in `hashes`; each is computed once, in order."""
+        if index == len(hashes):
+            hashes.append(self._hash_function(hashes[-1] if index else b"", token_ids))
+        return hashes[index]
 
     def _token_ids(self, request: Request, index: int) -> tuple[int, ...]:
         """The tokens of block `index`, without joining the whole prompt and output."""
-        begin, end, num_prompt = index * self.block_size, (index + 1) * self.block_size, request.num_prompt_tokens
+        begin, num_prompt = index * self.block_size, len(request.prompt_token_ids)
+        end = begin + self.block_size
         if begin >= num_prompt:
             return tuple(request.output_token_ids[begin - num_prompt : end - num_prompt])
         if end <= num_prompt:

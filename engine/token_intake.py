@@ -234,8 +234,8 @@ class TokenIntake(ABC):
     def _publish_rows(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Each of `rows` has a block to publish: its first `num_tokens` i64 are known and computed."""
         num_full = num_tokens // self.kv_cache.block_size
-        for row, count in zip(rows.tolist(), num_full.tolist(), strict=True):
-            self.kv_cache.publish(self._request(row), count)
+        requests = [self._request(row) for row in rows.tolist()]
+        self.kv_cache.publish(requests, num_full.tolist())
         self.table.publish_at[rows] = (num_full + 1) * self.kv_cache.block_size
 
     def _publish(self, request: Request) -> None:

@@ -15,7 +15,7 @@ import pstats
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,14 +25,15 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.core import EngineCore
-from engine.graphs import Factory
 from engine.interrupts import deferred_interrupt
 from engine.output_processor import OutputProcessor
-from engine.runner_v2 import buffers, step_graphs
+from engine.runner_v2 import buffers
 from engine.runner_v2.async_output import AsyncOutput, empty_tokens
 from engine.runner_v2.runner import ModelRunnerV2
+from engine.runner_v2.sample import SamplerPlan
+from engine.runner_v2.step_graphs import StepGraphs, StepSize
 from engine.scheduler import Scheduler
-from tests.engine.counted_cuda import CountedCuda, EmptyReplays, counted_cuda
+from tests.engine.counted_cuda import counted_cuda
 
 PARTS: dict[str, tuple[type, str]] = {
     "schedule": (Scheduler, "schedule"),
@@ -49,37 +50,39 @@ PARTS: dict[str, tuple[type, str]] = {
 _VARIANTS = 61
 
 
-class DrawnReplays(EmptyReplays):
+class DrawnOutputs:
     """Each replay of a step with drafts gives tokens and counts that were drawn beforehand."""
 
-    def __init__(self, cuda: CountedCuda, num_drafts: int, acceptance: float) -> None:
-        super().__init__(cuda)
+    def __init__(self, num_drafts: int, acceptance: float) -> None:
         self._width, self._acceptance, self._random = num_drafts + 1, acceptance, np.random.default_rng(0)
-        self._drawn: dict[Hashable, Iterator[dict[str, torch.Tensor]]] = {}
+        self._drawn: dict[StepSize, Iterator[dict[str, torch.Tensor]]] = {}
 
-    def capture(self, key: Hashable, factory: Factory) -> None:
-        super().capture(key, factory)
-        num_rows = key[0].num_reqs  # type: ignore[index]
-        drawn = []
-        for _ in range(_VARIANTS):
-            tokens, sampled, num_sampled = empty_tokens(num_rows, self._width, torch.device("cpu"))
-            accepted = self._random.random((num_rows, self._width - 1)) < self._acceptance
-            sampled.copy_(torch.from_numpy(self._random.integers(3, 300, (num_rows, self._width))))
-            num_sampled.copy_(torch.from_numpy(1 + np.cumprod(accepted, axis=1).sum(axis=1)))
-            drawn.append({"tokens": tokens})
-        self._drawn[key] = itertools.cycle(drawn)
+    def of(self, size: StepSize) -> dict[str, torch.Tensor]:
+        if size not in self._drawn:
+            self._drawn[size] = itertools.cycle([self._draw(size.num_reqs) for _ in range(_VARIANTS)])
+        return next(self._drawn[size])
 
-    def replay(self, key: Hashable) -> Any:
-        super().replay(key)
-        return next(self._drawn[key])
+    def _draw(self, num_reqs: int) -> dict[str, torch.Tensor]:
+        tokens, sampled, num_sampled = empty_tokens(num_reqs, self._width, torch.device("cpu"))
+        accepted = self._random.random((num_reqs, self._width - 1)) < self._acceptance
+        sampled.copy_(torch.from_numpy(self._random.integers(3, 300, (num_reqs, self._width))))
+        num_sampled.copy_(torch.from_numpy(1 + np.cumprod(accepted, axis=1).sum(axis=1)))
+        return {"tokens": tokens}
 
 
 @contextmanager
 def drafting_llm(requests: int, num_drafts: int, acceptance: float, **config: Any) -> Iterator[LLM]:
     spec = {"method": "dspark", "draft": "lookup", "num_speculative_tokens": num_drafts} if num_drafts else None
-    with counted_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
+    drawn, replay = DrawnOutputs(num_drafts, acceptance), StepGraphs.replay
+
+    def drawn_replay(graphs: StepGraphs, size: StepSize, plan: SamplerPlan) -> dict[str, torch.Tensor]:
+        replay(graphs, size, plan)
+        return drawn.of(size)
+
+    with counted_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "apply_write", lambda *args, **kwargs: None)  # the device's, and nothing reads it here
-        patch.setattr(step_graphs, "make_graph_pool", lambda stream: DrawnReplays(cuda, num_drafts, acceptance))
+        patch.setattr(StepGraphs, "_mixed_sizes", lambda graphs: set())  # prompts are computed
+        patch.setattr(StepGraphs, "replay", drawn_replay)
         llm = LLM(
             "tiny-qwen3", load_format="dummy", dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
             use_v2_model_runner=True, max_num_seqs=requests, max_model_len=512, speculative_config=spec,
