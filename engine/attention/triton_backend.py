@@ -2,8 +2,8 @@
 
 A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store
 come first for all tokens, since a request may read what another one stores, then the leading decodes, then everything
-else, each in a launch of its own. A few tokens, such as drafts and their anchor, are decodes all of them, each of its own
-length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every length is
+else, each in a launch of its own. A few tokens, such as drafts and their anchor, are decodes all of them, each of its
+own length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every length is
 read on the device, so a captured step serves every length of its size.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import MAX_COUNTERS, HeadRotation, decode_attention, max_rows, prefill_attention, store_kv
-from kernels.dispatch import segment_of
+from kernels.token_rows import token_rows
 
 from .metadata import AttentionMetadata
 
@@ -57,6 +57,7 @@ class TritonAttention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.form = form
         self._counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+        self._no_slots = torch.full((MAX_TOKENS_AS_DECODES,), -1, dtype=torch.int64, device=device)
 
     def prepare(self, metadata: AttentionMetadata, kv_cache: Tensor) -> TritonAttentionPlan:
         """See :meth:`engine.attention.backend.AttentionBackend.prepare`."""
@@ -66,11 +67,8 @@ class TritonAttention:
         as_decodes = not fused and r > 0 and t <= MAX_TOKENS_AS_DECODES
         slot_mapping = metadata.slot_mapping
         if as_decodes:
-            start_loc = metadata.query_start_loc[: r + 1]
-            req, _, inside = segment_of(start_loc, r, t)
-            behind = start_loc[1:][req] - torch.arange(1, t + 1, dtype=torch.int32, device=req.device)
-            block_table, seq_lens = block_table[req], torch.where(inside, seq_lens[req] - behind, 0)
-            slot_mapping = torch.full_like(slot_mapping, -1)  # by then every key is stored
+            block_table, seq_lens = token_rows(metadata.query_start_loc, seq_lens, block_table, t, form=self.form)
+            slot_mapping = self._no_slots  # by then every key is stored
         return TritonAttentionPlan(
             num_decodes=decodes,
             num_tokens=metadata.num_tokens,

@@ -199,6 +199,12 @@ KERNELS = [
         (I64, I32, I64, I64, "i32", "i32", F32, F32, F32, "i32"),
         {"NUM_DRAFTS": 7, "NONE": -1, "BLOCK": 8},
     ),
+    (
+        "token_rows",
+        "_token_rows_kernel",
+        (I32, I32, I32, "i32", I32, I32, "i32", "i32"),
+        {"BLOCK_R": 64, "BLOCK": 1024},
+    ),
     ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"BLOCK": 1024}),
     (
         "linear_triton",
