@@ -19,6 +19,8 @@ from tests.workbench.fixtures import make_record
 from tests.workbench.sessions import prompt, tiny_session
 from workbench import BudgetView, Recording
 from workbench.views.budget import CLOSED, STEPS, budgeted, figure, step_costs, view_model
+from workbench.views.budget_figure import LEGENDS
+from workbench.widget import static_text
 
 RECORD = make_budgeted_record(steps=40)
 FOUND = list(budgeted(RECORD, "v2"))
@@ -109,6 +111,11 @@ def test_the_static_twin_has_every_word_and_mark_of_the_model() -> None:
     assert repr(figure(RECORD)) == "<verification budget up to step 40>"
 
 
+def test_both_twins_say_the_same_of_their_charts() -> None:
+    module = static_text("budget.js")
+    assert all(f'"{legend}"' in module for legend in LEGENDS.values())
+
+
 def test_the_live_view_follows_the_record() -> None:
     view = BudgetView(RECORD)
     assert view.model == view_model(RECORD)
@@ -153,4 +160,5 @@ def test_a_session_under_a_budget(loop: bool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_a_budget_nothing_is_open() -> None:
     assert view_model(golden_session("fixed").run(6)) == CLOSED
-    assert view_model(tiny_session([prompt(1, 5)]).run(3)) == CLOSED
+    session = tiny_session([prompt(1, 5)])
+    assert view_model(session.run(3)) == CLOSED and session.recording.meta["speculation"] is None
