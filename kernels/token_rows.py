@@ -32,8 +32,8 @@ def token_rows(
     form = resolve_form(form, seq_lens)
     if form == "torch":
         req, _, inside = segment_of(query_start_loc, num_reqs, num_tokens)
-        token = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=req.device)
-        behind = query_start_loc[1 : num_reqs + 1][req] - token
+        following = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=req.device)
+        behind = query_start_loc[1 : num_reqs + 1][req] - following
         return block_table[req], torch.where(inside, seq_lens[req] - behind, 0)
     rows = block_table.new_empty(num_tokens, block_table.shape[1])
     seen = seq_lens.new_empty(num_tokens)

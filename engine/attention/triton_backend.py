@@ -3,8 +3,8 @@
 A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store
 come first for all tokens, since a request may read what another one stores, then the leading decodes, then everything
 else, each in a launch of its own. A few tokens, such as drafts and their anchor, are decodes all of them, each of its
-own length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every length is
-read on the device, so a captured step serves every length of its size.
+own length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every
+length is read on the device, so a captured step serves every length of its size.
 """
 
 from __future__ import annotations
