@@ -46,6 +46,11 @@ class RowView:
     """V1: num_tokens, num_prompt_tokens, num_computed_tokens, last_token, temperature, top_p, top_k.
     V2: total_len, prompt_len, prefill_len, num_computed_tokens (device), num_computed_tokens_np (host bound),
     last_sampled_token, temperature, top_p, top_k, seed."""
+    draft_token_ids: tuple[int, ...] = ()
+    """What the next step verifies for this request, as far as it is known by now."""
+    confidences: tuple[float, ...] | None = None
+    """Of each of these drafts, the drafter's chance that it is accepted behind those before it; None without a
+    confidence head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +187,10 @@ def take(core: EngineCore) -> PendingSnapshot:
             for step in core.in_flight
         ),
     }
-    pending_views = v2_views.pending_views if core.use_v2 else v1_views.pending_views
-    return PendingSnapshot(host, pending_views(runner))
+    if core.use_v2:
+        return PendingSnapshot(host, v2_views.pending_views(runner))
+    drafts = {request.request_id: tuple(request.spec_token_ids) for request in core.scheduler.running}
+    return PendingSnapshot(host, v1_views.pending_views(runner, drafts))
 
 
 def speculation_view(core: EngineCore) -> SpeculationView | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,10 +12,14 @@ from .runner import MADE_BY, MADE_BY_ASYNC, ModelRunnerV1
 Views = tuple[tuple[RowView, ...], BlockTablesView, InputsView | None]
 
 
-def pending_views(runner: ModelRunnerV1) -> Callable[[], Views]:
-    """Copies the host's side now, enqueues copies of the device's; the result waits for them."""
+def pending_views(runner: ModelRunnerV1, drafts: Mapping[str, tuple[int, ...]]) -> Callable[[], Views]:
+    """Copies the host's side now, enqueues copies of the device's; the result waits for them.
+
+    Args:
+        drafts: by request, those that the scheduler has for the next step.
+    """
     batch, inputs = runner.input_batch, runner.last_inputs
-    rows = tuple(_row(runner, row) for row in range(runner.max_num_reqs))
+    rows = tuple(_row(runner, row, drafts) for row in range(runner.max_num_reqs))
     persistent = tuple(
         tuple(batch.block_table.np[row, : batch.num_blocks[row]].tolist()) if row < batch.num_reqs else ()
         for row in range(runner.max_num_reqs)
@@ -64,7 +68,7 @@ def pending_views(runner: ModelRunnerV1) -> Callable[[], Views]:
     return result
 
 
-def _row(runner: ModelRunnerV1, row: int) -> RowView:
+def _row(runner: ModelRunnerV1, row: int, drafts: Mapping[str, tuple[int, ...]]) -> RowView:
     batch = runner.input_batch
     if row >= batch.num_reqs:
         return RowView(row, None, {})
@@ -81,4 +85,5 @@ def _row(runner: ModelRunnerV1, row: int) -> RowView:
             "top_p": float(batch.top_p.np[row]),
             "top_k": int(batch.top_k.np[row]),
         },
+        drafts.get(batch.req_ids[row] or "", ()),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from ..snapshot import BlockTablesView, InputsView, RowView
+from ..spec_decode import NO_DRAFT
 from .runner import MADE_BY, ModelRunnerV2
 
 Views = tuple[tuple[RowView, ...], BlockTablesView, InputsView | None]
@@ -32,7 +34,7 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
         "seed": sampling.seeds.np.copy(),
         "num_blocks": tables.num_blocks.np.copy(),
     }
-    padded = batch.num_tokens_padded if batch else 0
+    confidences = runner.decoder.confidences if runner.decoder is not None else None
 
     def device_tensors() -> dict[str, torch.Tensor]:
         tensors = {
@@ -41,15 +43,22 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
             "last_sampled_token": states.last_sampled_tokens[:, 0],
             "block_table": tables.block_table.gpu,
         }
+        if runner.num_drafts:
+            tensors["draft_tokens"] = states.draft_tokens
+        if confidences is not None:
+            tensors["confidences"] = confidences
         if batch is not None and work is not None and work.logits_indices is not None:
+            padded = work.num_tokens_padded
             tensors |= {
                 "input_ids": buffers.input_ids[:padded],
                 "positions": buffers.positions[:padded],
-                "query_start_loc": buffers.query_start_loc[: batch.num_reqs + 1],
-                "seq_lens": buffers.seq_lens[: batch.num_reqs_padded],
+                # Under a budget of drafts the device makes the lengths.
+                "query_start_loc": work.metadata.query_start_loc[: batch.num_reqs + 1],
+                "cu_num_logits": work.cu_num_logits[: batch.num_reqs + 1],
+                "seq_lens": buffers.seq_lens[: work.num_reqs_padded],
                 "slot_mapping": tables.slot_mapping[:padded],
-                "gathered": tables.input_block_table[: batch.num_reqs_padded],
-                "logits_indices": work.logits_indices[: batch.num_logits],
+                "gathered": tables.input_block_table[: work.num_reqs_padded],
+                "logits_indices": work.logits_indices,
             }
         return tensors
 
@@ -69,12 +78,14 @@ def pending_views(runner: ModelRunnerV2) -> Callable[[], Views]:
             tuple(device["gathered"][i, : -(-int(device["seq_lens"][i]) // tables.block_size)].tolist())
             for i in range(batch.num_reqs)
         )
-        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "logits_indices")
+        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping")
+        start_loc, logits_indices = device["query_start_loc"], device["logits_indices"]
         inputs = InputsView(
             req_ids=batch.req_ids,
-            num_scheduled_tokens=tuple(batch.num_scheduled_tokens.tolist()),
-            num_tokens=batch.num_tokens,
-            num_tokens_padded=batch.num_tokens_padded,
+            num_scheduled_tokens=tuple(np.diff(start_loc).tolist()),
+            num_tokens=int(start_loc[-1]),
+            num_tokens_padded=len(device["input_ids"]),
+            logits_indices=tuple(logits_indices[: int(device["cu_num_logits"][-1])].tolist()),
             made_by=MADE_BY,
             **{name: tuple(device[name].tolist()) for name in names},
         )
@@ -92,4 +103,10 @@ COLUMNS = (
 def _row(row: int, req_id: str | None, columns: dict) -> RowView:
     if req_id is None:
         return RowView(row, None, {})
-    return RowView(row, req_id, {name: columns[name][row].item() for name in COLUMNS})
+    drafts = columns["draft_tokens"][row].tolist() if "draft_tokens" in columns else []
+    # The first that is none ends them.
+    count = drafts.index(NO_DRAFT) if NO_DRAFT in drafts else len(drafts)
+    confidences = tuple(columns["confidences"][row, :count].tolist()) if "confidences" in columns else None
+    return RowView(
+        row, req_id, {name: columns[name][row].item() for name in COLUMNS}, tuple(drafts[:count]), confidences
+    )

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import LLM, ConfigError, SamplingParams
-from engine.hooks import Event
+from engine.hooks import DraftProposed, Event
 from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
 from tests.engine.engine_helpers import (
     LOOPS,
@@ -279,3 +279,19 @@ def test_what_no_runner_carries_out_is_refused() -> None:
         make_llm("v1", "plain", speculative_config=drawn)
     with pytest.raises(ConfigError, match="no head is known"):
         make_llm("v2", "plain", speculative_config={"method": "mtp"})
+
+
+@pytest.mark.parametrize(("runner", "loop"), SIDES)
+def test_a_snapshot_shows_the_drafts_that_the_next_step_verifies(runner: str, loop: str) -> None:
+    prompt, shown = repeating(20, 7), []
+    with tiny_llm(runner, loop, **ngram(4)) as llm:
+        request_id = llm.add(ids(*prompt), greedy(30))
+        seen: list[DraftProposed] = []
+        with llm.hooks.subscribe(DraftProposed, seen.append):
+            while llm.core.has_unfinished():
+                llm.step()
+                rows = llm.core.snapshot().result().rows
+                shown += [row.draft_token_ids for row in rows if row.request_id == request_id and row.draft_token_ids]
+    judged = [event.token_ids for event in seen]
+    # Of what is shown the step takes what it has room for.
+    assert len(judged) > 3 and all(any(own[: len(drafts)] == drafts for own in shown) for drafts in judged)

@@ -154,3 +154,22 @@ def test_the_model_is_plain_json_and_the_widget_shows_it() -> None:
     record = make_record()
     assert json.loads(json.dumps(view_model(record))) == json.loads(json.dumps(StateRowsView(record).model))
     assert repr(StateRowsView(record)) == "<StateRowsView step 6>"
+
+
+def test_drafts_of_the_next_step_are_a_column_where_there_are_some() -> None:
+    record = make_record(steps=3)
+    assert "drafts" not in [column["key"] for column in panel(record, "v2")["columns"]]
+    step = record.runners["v2"]
+    rows = [
+        replace(row, draft_token_ids=(1, 2), confidences=(0.75, 0.5)) if row.row == 0 else row
+        for row in step.snapshot.rows
+    ]
+    step = replace(step, snapshot=replace(step.snapshot, rows=tuple(rows)))
+    one = panel(replace(record, runners={**record.runners, "v2": step}), "v2")
+    shown = cell(one, 0, "drafts")
+    assert shown["c"] and "draft 2: token 2, confidence 0.50" in shown["t"]
+    assert "draft_tokens: what the next step verifies" in next(
+        c["title"] for c in one["columns"] if c["key"] == "drafts"
+    )
+    others = [r for r in one["rows"] if r["kind"] == "used" and r["row"] != "0"]
+    assert [cell(one, int(r["row"]), "drafts")["v"] for r in others] == [["–"]] * len(others)

@@ -42,6 +42,11 @@ _COLUMNS = {
     ),
     ("v2", "num_computed_tokens_np"): ("host", "the scheduler's optimistic upper bound, as the step began"),
     ("v2", "last_sampled_token"): ("device", "the newest sampled token; the next step reads it without the host"),
+    ("v1", "drafts"): ("host", "what the next step verifies for this request"),
+    ("v2", "drafts"): (
+        "device",
+        "draft_tokens: what the next step verifies for this request; the host does not know them",
+    ),
     ("v2", "sampling"): ("UVA", "temperature, top_p, top_k, seed: one row each"),
 }
 """Where each runner keeps a column, and what it means."""
@@ -88,7 +93,8 @@ def _keys(step: RunnerStep) -> list[str]:
     keys = list(dict.fromkeys(key for row in (*step.snapshot.rows, *step.before.rows) for key in row.cells))
     shown = [key for key in keys if key not in _SAMPLING]
     first = ["idx_mapping"] if step.runner == "v2" else []
-    return [*first, *shown, *(["sampling"] if len(shown) < len(keys) else [])]
+    drafts = ["drafts"] if any(row.draft_token_ids for row in (*step.snapshot.rows, *step.before.rows)) else []
+    return [*first, *shown, *drafts, *(["sampling"] if len(shown) < len(keys) else [])]
 
 
 class _Rows:
@@ -150,6 +156,8 @@ def _value(row: RowView, key: str, text: Mapping[int, str]) -> tuple[Sequence[st
     if key == "sampling":
         given = {name: row.cells.get(name) for name in _SAMPLING if row.cells.get(name) is not None}
         return [_sampling(given)], ", ".join(f"{name} {_number(value)}" for name, value in given.items())
+    if key == "drafts":
+        return _drafts(row, text)
     value = row.cells.get(key)
     if value is None or key not in ("last_token", "last_sampled_token"):
         return [_number(value)], ""
@@ -159,6 +167,17 @@ def _value(row: RowView, key: str, text: Mapping[int, str]) -> tuple[Sequence[st
     if key == "last_sampled_token" and (row.cells.get("total_len") or 0) <= (row.cells.get("prefill_len") or 0):
         return ["–"], f"holds {token} from an earlier use: nothing is sampled in this row yet"
     return piece(token, text), f"token {token}"
+
+
+def _drafts(row: RowView, text: Mapping[int, str]) -> tuple[Sequence[str], str]:
+    if not row.draft_token_ids:
+        return ["–"], ""
+    sure = row.confidences or ()
+    about = [
+        f"draft {j}: token {token}" + (f", confidence {sure[j - 1]:.2f}" if sure else "")
+        for j, token in enumerate(row.draft_token_ids, 1)
+    ]
+    return [part for token in row.draft_token_ids for part in piece(token, text)], " · ".join(about)
 
 
 def _sampling(given: Mapping[str, int | float | None]) -> str:
