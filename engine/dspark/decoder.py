@@ -6,8 +6,6 @@ so the whole of `propose` may be captured together with the step that it follows
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -112,7 +110,7 @@ class DSparkDecoder(SpecDecoder):
         longest = min(metadata.max_seq_len + query, self._max_model_len)
         hidden = self._drafter.backbone(inputs, metadata.block_table[:r], self._kv_cache, longest)
         anchors = inputs.input_ids.view(r, query)[:, 0]
-        draw = None if self._sampler.logits is None else partial(self._sampler.draw, step)
+        draw = None if self._sampler.logits is None else (self._sampler, step)
         drafts = self._drafter.propose(hidden, anchors, inputs.positions.view(r, query), self.num_drafts, draw)
         confidences = None
         if self.confidences is not None and drafts.confidence_logits is not None:

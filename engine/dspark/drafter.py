@@ -30,13 +30,16 @@ from ..models.fused import fused_layers, head_logits
 from ..models.layers import Embedding, Linear, RMSNorm
 from ..models.rope import RotaryEmbedding
 from ..models.weights import FUSED
+from ..spec_decode.draw import DraftSampler
+from ..spec_decode.interface import FinishedStep
 from .attention import BlockAttention, BlockAttentionPlan
 from .checkpoint import Weights
 from .config import DSparkConfig
-from .drawn import Draw, drawn_drafts
+from .drawn import confidences_of, drawn_drafts
 from .heads import confidence_head, markov_head
 
 ComputeLogits = Callable[[Tensor], Tensor]
+Draw = tuple[DraftSampler, FinishedStep]
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,18 @@ class DSparkDrafter:
             anchors: i32 or i64 [r], token ids.
             positions: i64 [r, Q], of the block: draft i will stand at positions[:, i] + 1.
             k: 1 to block_size; fewer are the first k of the whole block's.
-            draw: None for the most likely tokens.
+            draw: who draws, and for which step; None for the most likely tokens.
         """
         r = hidden.shape[0]
         base = self.compute_logits(hidden[:, :k].reshape(r * k, -1)).view(r, k, -1)
-        if draw is None and self.markov_head is not None:
-            return Drafts(*markov_drafts(base, hidden, anchors, self.markov_head, self.confidence_head, form=self.form))
-        return Drafts(*drawn_drafts(base, hidden, anchors, positions, self.markov_head, self.confidence_head, draw))
+        head, confidence = self.markov_head, self.confidence_head
+        if draw is None and head is not None:
+            return Drafts(*markov_drafts(base, hidden, anchors, head, confidence, form=self.form))
+        if draw is None:
+            tokens = base.argmax(-1)
+        else:
+            tokens = drawn_drafts(base, hidden, anchors, positions, head, *draw, form=self.form)
+        return Drafts(tokens, confidences_of(hidden, anchors, tokens, head, confidence) if confidence else None)
 
     def _fuse_context_projections(self) -> Linear:
         """One product for the context's keys and values of all layers: rows [K of all layers, V of all layers]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import Purpose, apply_temperature, draft_noise_positions, gumbel_sample
+from kernels.markov_logits import KeptLogits
 
 from .interface import FinishedStep
 
@@ -32,7 +33,18 @@ class DraftSampler:
             )  # fmt: skip
         apply_temperature(logits, step.idx_mapping, rows.temperature, form=self._form)
         self.logits[:, index].index_copy_(0, step.idx_mapping.clamp(min=0).long(), logits)
+        return self.choose(step, logits, draft_noise_positions(positions, index))
+
+    def choose(self, step: FinishedStep, logits: torch.Tensor, noise_positions: torch.Tensor) -> torch.Tensor:
+        """One draft of each request, i64 [r], by softmax(logits f32 [r, V]), which have their temperature; the noise is
+        that of i64 [r] (see `draft_noise_positions`)."""
+        rows = step.rows
         return gumbel_sample(
-            logits, step.idx_mapping, rows.temperature, rows.seeds, draft_noise_positions(positions, index),
-            purpose=Purpose.DRAFT, form=self._form,
+            logits, step.idx_mapping, rows.temperature, rows.seeds, noise_positions, purpose=Purpose.DRAFT,
+            form=self._form,
         )  # fmt: skip
+
+    def kept(self, step: FinishedStep) -> KeptLogits:
+        """Where what this step's drafts are drawn from is kept. "probabilistic" alone."""
+        assert self.logits is not None, "greedy drafts keep no logits"
+        return KeptLogits(step.idx_mapping, step.rows.temperature, self.logits)

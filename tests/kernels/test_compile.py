@@ -205,6 +205,15 @@ KERNELS = [
         (I32, I32, I32, "i32", I32, I32, "i32", "i32"),
         {"BLOCK_R": 64, "BLOCK": 1024},
     ),
+    *[
+        (
+            "markov_logits",
+            "_markov_logits_kernel",
+            (F32, BF16, BF16, I32, F32, F32, F32, "i32", "i32", "i32", "i32"),
+            {"RANK": rank, "BLOCK_R": block_r, "BLOCK_V": 256, "BLOCK_K": 32, "UPCAST": False, "PDL": True},
+        )
+        for rank, block_r in ((32, 1), (250, 16))
+    ],
     ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"BLOCK": 1024}),
     (
         "linear_triton",

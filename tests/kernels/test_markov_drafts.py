@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.markov_drafts import ConfidenceHead, MarkovHead, markov_drafts
+from kernels.markov_logits import KeptLogits, markov_logits
 
 KINDS = ("vanilla", "gated", "rnn")
 FAST_FORMS = ("torch", "interpret")
@@ -172,3 +173,43 @@ def test_compiled_and_captured(kind: str, num_reqs: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, expected) and torch.equal(captured_confidences, expected_confidences)
+
+
+def logits_and_kept(case_of: Case, index: int, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    base, _, anchors, head, _ = case_of
+    r, n, vocab = base.shape
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.5], device=base.device).repeat(12)
+    kept = torch.full((48, n, vocab), -7.0, device=base.device)
+    rows = torch.randperm(48, generator=torch.Generator().manual_seed(r))[:r].int().to(base.device)
+    latents = head.w1[anchors]
+    out = markov_logits(base, latents, head.w2, index, KeptLogits(rows, temperature, kept), form=form)
+    assert torch.equal(kept[rows.long(), index], out), "what is drawn from is what is kept"
+    assert (kept == -7).sum() == kept.numel() - r * vocab, "and nothing else is written"
+    return out, kept
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 20])
+@pytest.mark.parametrize(("rank", "vocab"), [(1, 5), (33, 600), (16, 256)])
+def test_logits_to_draw_from(num_reqs: int, rank: int, vocab: int) -> None:
+    args = case(12, "vanilla", num_reqs, rank, vocab)
+    expected = logits_and_kept(args, 1, "loop")
+    for form in FAST_FORMS:
+        for own, wanted in zip(logits_and_kept(args, 1, form), expected, strict=True):
+            torch.testing.assert_close(own, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_logits_name_wrong_arguments() -> None:
+    base, _, anchors, head, _ = case(13, "vanilla", 2, 16, 30)
+    kept = KeptLogits(torch.arange(2).int(), torch.ones(2), torch.zeros(2, 3, 30))
+    with pytest.raises(ValueError, match="index 3 and kept.logits .* don't fit 3 drafts of 30 logits"):
+        markov_logits(base, head.w1[anchors], head.w2, 3, kept)
+    with pytest.raises(ValueError, match=r"w2 must be contiguous \[30, 16\]"):
+        markov_logits(base, head.w1[anchors], head.w2[:29], 0, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_reqs", [1, 16, 40])
+def test_logits_compiled(num_reqs: int) -> None:
+    args = case(14, "vanilla", num_reqs, 32, 49152, 2, device="cuda")
+    expected, got = logits_and_kept(args, 1, "torch"), logits_and_kept(args, 1, "triton")
+    torch.testing.assert_close(got[0], expected[0], atol=1e-4, rtol=1e-4)

@@ -6,7 +6,7 @@ requests does.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +60,7 @@ def draft(batch: int) -> Batch:
     hidden, inputs = loop.drafter.hidden.expand(REQUESTS, -1, -1), loop.drafter.inputs
     anchors = inputs.input_ids[:1].long().expand(REQUESTS)
     positions = inputs.positions.expand(REQUESTS, -1)
-    found = loop.drafter.propose(hidden, anchors, positions, K, partial(sampler.draw, step))
+    found = loop.drafter.propose(hidden, anchors, positions, K, (sampler, step))
     assert found.confidence_logits is not None and sampler.logits is not None
     return Batch(found.tokens, sampler.logits, found.confidence_logits, rows.seeds)
 
