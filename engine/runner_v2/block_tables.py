@@ -30,7 +30,7 @@ class BlockTables:
         rows = max_num_reqs + 1  # the last one is the padding's, and stays empty
         self._form = form
         # [R, B] i32: the truth
-        self.block_table = StagedWriteTensor(device, (rows, max_blocks), torch.int32, form)
+        self.block_table = StagedWriteTensor(device, (rows, max_blocks), torch.int32, form, ring_depth)
         # [R] i32
         self.num_blocks = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
         # [R, B] i32: row i is batch position i; its address never changes

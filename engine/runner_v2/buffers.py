@@ -64,10 +64,14 @@ class StagedWriteTensor:
     """A device tensor [R] or [R, C] that is the truth; the host appends ragged row pieces and applies them with one
     kernel.
 
-    The cost of a step is that of its changes, not of the table.
+    The cost of a step is that of its changes, not of the table. They travel in fresh pinned memory; with a
+    `ring_depth`, for a table that changes in nearly every step, in the next buffer of such a ring, and `apply` may send
+    something once a step at the most.
     """
 
-    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
+    def __init__(
+        self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, form: str, ring_depth: int = 0
+    ) -> None:
         self.gpu = device.zeros(*shape, dtype=dtype)
         self._device = device
         self._form = form
@@ -76,6 +80,8 @@ class StagedWriteTensor:
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._contents: list[int] = []
+        self._ring = [device.empty_host((0,), torch.int32) for _ in range(ring_depth)]
+        self._next = 0
 
     def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
         """Will write `values` to (row, start...). The cells of one step must not overlap."""
@@ -98,13 +104,27 @@ class StagedWriteTensor:
         if not self._rows:
             return False
         # One transfer: contents, which may be wider, then rows, starts and cumulative lengths as i32.
-        contents = np.array(self._contents, dtype=self._np_dtype)
-        num_writes = len(self._rows)
-        pieces = (contents.view(np.int32), self._rows, self._starts, [0], np.cumsum(self._lengths))
-        packed = self._device.to_device(np.concatenate(pieces).astype(np.int32, copy=False))
+        num_writes, wide = len(self._rows), self._np_dtype().itemsize // 4
+        begin = len(self._contents) * wide
+        host = self._host(begin + 3 * num_writes + 1)
+        packed = host.numpy()
+        packed[:begin].view(self._np_dtype)[:] = self._contents
+        packed[begin : begin + num_writes] = self._rows
+        packed[begin + num_writes : begin + 2 * num_writes] = self._starts
+        packed[begin + 2 * num_writes] = 0
+        np.cumsum(self._lengths, out=packed[begin + 2 * num_writes + 1 :])
         self._rows, self._starts, self._lengths, self._contents = [], [], [], []
-        self._device.compute.submit(name, self._launch, packed, num_writes)
+        self._device.compute.submit(name, self._launch, self._device.upload(host), num_writes)
         return True
+
+    def _host(self, size: int) -> torch.Tensor:
+        """i32 [size], pinned, which nothing in flight reads."""
+        if not self._ring:
+            return self._device.empty_host((size,), torch.int32)
+        self._next = (self._next + 1) % len(self._ring)
+        if self._ring[self._next].numel() < size:
+            self._ring[self._next] = self._device.empty_host((2 * size,), torch.int32)
+        return self._ring[self._next][:size]
 
     def _launch(self, packed: torch.Tensor, num_writes: int) -> None:
         contents, rows, starts, cu_len = packed.split(

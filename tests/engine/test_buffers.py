@@ -62,3 +62,26 @@ def test_staged_writes_are_ragged_and_travel_in_copies(device: Device) -> None:
     assert staged.gpu.tolist() == [[0] * 5] * 3
     device.drain()
     assert staged.gpu.tolist() == [[0, 0, 0, 0, 5], [0] * 5, [6, 7, 8, 9, 0]]
+
+
+def test_a_ring_of_staged_writes_keeps_each_steps_own_and_grows(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = StagedWriteTensor(device, (STEPS_IN_FLIGHT, 40), torch.int64, "torch", STEPS_IN_FLIGHT)
+    made, empty_host = [], Device.empty_host
+
+    def counted(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(shape)
+        return empty_host(device, shape, dtype)
+
+    monkeypatch.setattr(Device, "empty_host", counted)
+    rows: list[list[int]] = [[] for _ in range(STEPS_IN_FLIGHT)]
+    for count in (3, 20, 2, 5, 10):
+        for step, row in enumerate(rows):
+            values = [2**40 * (step + 1) + len(row) + i for i in range(count)]
+            staged.stage_all([step, step], [len(row), len(row) + 1], [values[:1], values[1:]])
+            assert staged.apply("write")
+            row += values
+        device.drain()
+    assert staged.gpu.tolist() == rows
+    assert len(made) == 2 * STEPS_IN_FLIGHT, "made anew only to grow"
