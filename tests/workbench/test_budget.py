@@ -16,6 +16,7 @@ from engine.hooks import Sampled, VerificationBudgeted
 from tests.engine.dspark.golden import ROOT, golden
 from tests.workbench.budgeted import COSTS, NUM_DRAFTS, make_budgeted_record, make_budgeted_recording
 from tests.workbench.fixtures import make_record
+from tests.workbench.pictures import pictures
 from tests.workbench.sessions import prompt, tiny_session
 from workbench import BudgetView, Recording
 from workbench.views.budget import CLOSED, STEPS, budgeted, figure, step_costs, view_model
@@ -106,8 +107,11 @@ def test_the_static_twin_has_every_word_and_mark_of_the_model() -> None:
     cells = [text for name in ("loads", "steps") for row in (shown[name]["head"], *shown[name]["rows"]) for text in row]
     for text in (shown["title"], shown["say"], *cells):
         assert text in words
-    assert page.count("<circle") == len(shown["shares"]["points"]) + len(shown["costs"]["chosen"])
-    assert page.count("<polyline") == len(shown["costs"]["curves"])
+    shares, costs = pictures(page)
+    assert shares.count("<circle") == len(shown["shares"]["points"])
+    assert costs.count("<circle") == len(shown["costs"]["chosen"])
+    assert costs.count("<polyline") == len(shown["costs"]["curves"])
+    assert "<svg" not in page, "a notebook that isn't trusted would lose it"
     assert repr(figure(RECORD)) == "<verification budget up to step 40>"
 
 

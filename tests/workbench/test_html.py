@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 from tests.workbench.fixtures import EVIL
-from workbench.html import Html, h, join
+from tests.workbench.pictures import pictures
+from workbench.html import Html, h, join, picture
 
 
 def test_texts_and_attributes_are_escaped() -> None:
@@ -23,3 +26,11 @@ def test_a_shown_twin_has_a_stable_repr() -> None:
     assert repr(shown) == "<tokens step 3>"
     assert "<img" not in shown._repr_html_()
     assert shown._repr_html_().startswith("<div style=")
+
+
+def test_a_picture_is_an_image_with_a_label_whatever_is_in_it() -> None:
+    page = picture('of "<b>"', 30, 20, h("text", "a < b", x=1, y=2), x=5, y=6).text
+    assert page.startswith("<img src=") and 'alt="of &quot;&lt;b&gt;&quot;"' in page and page.count("<") == 1
+    drawing = ElementTree.fromstring(pictures(page)[0])
+    assert drawing.get("viewBox") == "-5 -6 30 20"
+    assert [text.text for text in drawing] == ["a < b"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..html import Markup, h, join
+from ..html import Markup, h, join, picture
 
 WIDE, HIGH = 300, 120
 """Of a chart's square, in pixels."""
@@ -50,29 +50,24 @@ def _table(name: str, table: Mapping[str, Any]) -> Markup:
 def _shares(shares: Mapping[str, Any]) -> Markup:
     most, widest = shares["most"], shares["max"]
     marks = [h("line", x1=0, y1=0, x2=WIDE, y2=0, stroke="#8c959f", stroke_dasharray="4 3")]
-    for load, mean, least, largest, steps in shares["points"]:
+    for load, mean, least, largest, _ in shares["points"]:
         x = round(WIDE * load / widest, 1)
         y, low, high = (round(HIGH * (1 - value / most), 1) for value in (mean, least, largest))
-        tip = h(
-            "title", f"{load} requests: {mean:.2f} drafts of a request, {least:.2f} to {largest:.2f}; {steps} steps"
-        )
         marks.append(h("line", x1=x, y1=low, x2=x, y2=high, stroke="#56B4E9", stroke_width=3))
-        marks.append(h("circle", tip, cx=x, cy=y, r=4, fill="#0072B2"))
+        marks.append(h("circle", cx=x, cy=y, r=4, fill="#0072B2"))
     return _chart("shares", marks, [str(widest), f"{most}"])
 
 
 def _costs(costs: Mapping[str, Any]) -> Markup:
     widest, highest = costs["max"]
     marks = []
-    for size, points in costs["curves"]:
+    for _, points in costs["curves"]:
         path = " ".join(f"{WIDE * x / widest:.1f},{HIGH * (1 - y / highest):.1f}" for x, y in points)
-        tip = h("title", f"measured with {size} requests")
-        marks.append(h("polyline", tip, points=path, fill="none", stroke="#009E73", stroke_width=1.5))
-    for i, (tokens, ms, steps) in enumerate(costs["chosen"]):
+        marks.append(h("polyline", points=path, fill="none", stroke="#009E73", stroke_width=1.5))
+    for i, (tokens, ms, _) in enumerate(costs["chosen"]):
         newest = i == len(costs["chosen"]) - 1
         x, y = round(WIDE * tokens / widest, 1), round(HIGH * (1 - ms / highest), 1)
-        tip = h("title", f"{tokens} tokens: {ms:.2f} ms, chosen in {steps} steps")
-        marks.append(h("circle", tip, cx=x, cy=y, r=4, fill="#D55E00" if newest else "#fff", stroke="#D55E00"))
+        marks.append(h("circle", cx=x, cy=y, r=4, fill="#D55E00" if newest else "#fff", stroke="#D55E00"))
     return _chart("costs", marks, [str(widest), f"{highest:.1f} ms"])
 
 
@@ -86,10 +81,7 @@ def _chart(name: str, marks: list[Markup], largest: list[str]) -> Markup:
         _label(largest[0], WIDE, HIGH + 15, "middle"),
     ]
     axes = h("path", d=f"M0 0V{HIGH}H{WIDE}", fill="none", stroke="#8c959f")
-    plot = h(
-        "svg", axes, marks, labels, viewBox=f"{-LEFT} {-TOP} {width} {height}", width=width, height=height,
-        role="img", aria_label=LEGENDS[name],
-    )  # fmt: skip
+    plot = picture(LEGENDS[name], width, height, axes, marks, labels, x=LEFT, y=TOP)
     return h("div", h("div", h("small", LEGENDS[name], style=_QUIET), style=f"max-width:{width}px"), plot)
 
 

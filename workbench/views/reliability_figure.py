@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..html import Markup, h
+from ..html import Markup, h, picture
 
 SIDE, STRIP, GAP, MARGIN = 168, 36, 8, 8
 """Of a diagram, in pixels: the square, the counts below it, what lies between, and around."""
@@ -44,7 +44,6 @@ def _stage(stage: Mapping[str, Any]) -> Markup:
     points = [
         h(
             "circle",
-            h("title", f"said {said:.3f}, happened {happened:.3f}, {count} prefixes"),
             cx=round(SIDE * said, 1),
             cy=round(SIDE * (1 - happened), 1),
             r=round(2 + 4 * (count / most) ** 0.5, 1),
@@ -56,7 +55,6 @@ def _stage(stage: Mapping[str, Any]) -> Markup:
     bars = [
         h(
             "rect",
-            h("title", f"{i / len(stage['bars']):.2f} to {(i + 1) / len(stage['bars']):.2f}: {count} prefixes"),
             x=round(i * step + 0.5, 1),
             y=round(foot - STRIP * count / most, 1),
             width=round(step - 1, 1),
@@ -67,18 +65,17 @@ def _stage(stage: Mapping[str, Any]) -> Markup:
         if count
     ]
     width, height = SIDE + 2 * MARGIN, foot + 2 * MARGIN
-    plot = h(
-        "svg",
+    plot = picture(
+        f"reliability of the confidences {stage['name']}",
+        width,
+        height,
         h("rect", width=SIDE, height=SIDE, fill="#f4f5f6"),
         h("line", x1=0, y1=SIDE, x2=SIDE, y2=0, stroke="#8c959f", stroke_dasharray="4 3"),
         points,
         bars,
         h("line", x1=0, y1=foot, x2=SIDE, y2=foot, stroke="#8c959f"),
-        viewBox=f"{-MARGIN} {-MARGIN} {width} {height}",
-        width=width,
-        height=height,
-        role="img",
-        aria_label=f"reliability of the confidences {stage['name']}",
+        x=MARGIN,
+        y=MARGIN,
     )
     return h("div", h("div", f"{stage['name']}: ECE {stage['ece']:.3f}", style="font-size:12px"), plot,
              h("div", h("small", f"below: prefixes of each bin, at most {most:,}", style=_QUIET)))  # fmt: skip
