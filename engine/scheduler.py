@@ -8,23 +8,13 @@ even one of higher priority.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 import numpy as np
 
-from .admission import AdmissionLimits
+from .block_giving import BlockGiving
 from .config import EngineConfig
-from .hooks import (
-    Hooks,
-    RequestAdded,
-    RequestFinished,
-    RequestPreempted,
-    RequestResumed,
-    RequestScheduled,
-)
-from .kv_cache import KVCacheManager
+from .hooks import Hooks, RequestResumed, RequestScheduled
 from .request import Request, RequestStatus
 from .running_table import RunningTable
 from .sched_output import SchedulerOutput
@@ -32,8 +22,8 @@ from .step_plan import ScheduledBatch, StepPlan
 from .token_intake import TokenIntake
 
 
-class Scheduler(TokenIntake):
-    """The queue, the running set and the KV blocks of one engine. `config` must be resolved.
+class Scheduler(TokenIntake, BlockGiving):
+    """Makes the steps of one engine, out of its queue, its running set and its KV blocks. `config` must be resolved.
 
     `num_device_drafts` follow each token that a step samples, known to the device alone (V2); their drafter wants KV
     slots for `num_lookahead_tokens` beyond a step's own.
@@ -51,112 +41,14 @@ class Scheduler(TokenIntake):
         num_device_drafts: int = 0,
         num_lookahead_tokens: int = 0,
     ) -> None:
-        if config.max_model_len is None or config.max_num_seqs is None or config.num_gpu_blocks_override is None:
-            raise ValueError("the scheduler needs a resolved config: call EngineConfig.resolve first")
-        kv_cache = KVCacheManager(config.num_gpu_blocks_override, config.block_size, config.enable_prefix_caching)
-        super().__init__(config.max_model_len, hooks, RunningTable(config.max_num_seqs), kv_cache)
-        self.config = config
-        self.max_num_seqs = config.max_num_seqs
-        self._limits = AdmissionLimits(config.max_model_len, config.block_size, config.num_gpu_blocks_override - 1)
-        self.requests: dict[str, Request] = {}
-        """Every unfinished request."""
-        self.waiting: list[Request] = []
-        """In the order of admission; preempted requests too."""
-        self._v2 = use_v2_model_runner
-        self._by_priority = config.scheduling_policy == "priority"
-        self._num_added = 0
-        """The number of the next request, which a request without a seed derives its own from."""
-        self._seed_index: dict[str, int] = {}
+        super().__init__(config, hooks, use_v2_model_runner, num_device_drafts, num_lookahead_tokens)
         self._last_batch: ScheduledBatch | None = None
         self._last_step = 0
         """The last step that was not empty."""
-        self._num_device_drafts = num_device_drafts
-        self._num_lookahead_tokens = num_lookahead_tokens
         self._steady_steps = 0
         """So many steps can be scheduled like the last one unless a request comes or goes."""
         self._steps_in_blocks = 0
         """In so many of those nobody needs a block."""
-        self._runner_ids: set[str] = set()
-        """Ids of which the runner keeps state."""
-        self._finished_req_ids: set[str] = set()
-
-    # -- requests come and go
-
-    @property
-    def running(self) -> list[Request]:
-        """In the order in which they were admitted."""
-        return self.table.running()
-
-    def check_request(self, request: Request) -> None:
-        """Raises ValueError if the id of `request` is taken or it can never run, saying why."""
-        rid = request.request_id
-        if rid in self.requests:
-            raise ValueError(f"request id {rid!r} belongs to an unfinished request; choose another or abort that one")
-        self._limits.check(request)
-
-    def add_request(self, request: Request) -> None:
-        """Queues `request`. Raises ValueError as `check_request` does."""
-        self.check_request(request)
-        rid = request.request_id
-        self._seed_index[rid] = self._num_added
-        self._num_added += 1
-        self.requests[rid] = request
-        self._enqueue(request)
-        if RequestAdded in self._hooks.wanted:
-            self._hooks.emit(RequestAdded(*self._hooks.stamp(), rid, tuple(request.prompt_token_ids)))
-
-    def finish_requests(self, request_ids: Iterable[str], reason: str = "abort") -> None:
-        """Ends requests at any moment, in flight too; their late tokens are dropped. Unknown ids are ignored."""
-        for request_id in request_ids:
-            if request_id in self.requests:
-                self._finish(self.requests[request_id], reason)
-
-    def has_unfinished(self) -> bool:
-        return bool(self.requests)
-
-    def has_requests(self) -> bool:
-        """True also while the runner hasn't been told of requests that ended: one more `schedule` does that."""
-        return bool(self.requests or self._finished_req_ids)
-
-    @property
-    def runner_request_ids(self) -> Set[str]:
-        """Ids of which the runner keeps state when it has executed every scheduled step."""
-        return self._runner_ids | self._finished_req_ids
-
-    def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The most tokens that can answer a prompt of this length; below 1 means that the prompt itself can't run."""
-        return self._limits.max_new_tokens(num_prompt_tokens)
-
-    def _priority_key(self, request: Request) -> tuple[int, float, int]:
-        return request.priority, request.arrival_time, self._seed_index[request.request_id]
-
-    def _enqueue(self, request: Request, front: bool = False) -> None:
-        if self._by_priority:
-            insort(self.waiting, request, key=self._priority_key)
-        elif front:
-            self.waiting.insert(0, request)
-        else:
-            self.waiting.append(request)
-
-    def _finish(self, request: Request, reason: str) -> None:
-        rid = request.request_id
-        if request.status is RequestStatus.RUNNING:
-            self.table.remove(request)
-            self.kv_cache.cache_blocks(request)
-        else:
-            self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        # NOTE: a step in flight may still write into these blocks; whoever gets them next writes later in stream order.
-        self.kv_cache.free(rid)
-        del self.requests[rid], self._seed_index[rid]
-        if rid in self._runner_ids:
-            self._runner_ids.remove(rid)
-            self._finished_req_ids.add(rid)
-        if RequestFinished in self._hooks.wanted:
-            self._hooks.emit(RequestFinished(*self._hooks.stamp(), rid, reason))
-
-    # -- one step
 
     def schedule(self, step: int) -> SchedulerOutput:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
@@ -258,96 +150,6 @@ class Scheduler(TokenIntake):
                 request.spec_token_ids = token_ids
                 self.table.num_drafts[request.row] = len(token_ids)
 
-    def _give_blocks(
-        self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray
-    ) -> np.ndarray:
-        """Makes room for `num_tokens` of each of `rows`, of which the last `num_drafts` are drafts; returns the rows
-        that have it.
-
-        If blocks run out the one in need goes without its drafts (both arrays are changed); then the last of `rows` is
-        preempted, down to the one in need, which at last sits the step out with all behind it.
-        """
-        table, end = self.table, len(rows)
-        left = np.where(num_tokens > 0, self._slots_left(rows, num_tokens), 0)
-        ends, known = table.num_computed_tokens[rows] + num_tokens, table.num_tokens[rows]
-        # A block is full, and all its tokens are known: the request publishes it, and at the latest with its next one.
-        usable = np.minimum(ends, known)
-        publishes = (usable >= table.publish_at[rows]) & ((ends <= known) | (left < 0)) & (num_tokens > 0)
-        in_need = np.flatnonzero((left < 0) | publishes)
-        if self._add_blocks(plan, rows, left):
-            self._publish_rows(rows[publishes], usable[publishes])
-            return rows
-        for i in in_need.tolist():
-            if i >= end:
-                break
-            request = self._request(rows[i])
-            block_ids = self._allocate(request, int(num_tokens[i]))
-            if block_ids is None and num_drafts[i]:
-                num_tokens[i] -= num_drafts[i]
-                num_drafts[i] = 0
-                block_ids = self.kv_cache.allocate_slots(request, int(num_tokens[i]))
-            while block_ids is None and i + 1 < end:
-                end -= 1
-                self._preempt(self._request(rows[end]), request, plan)
-                block_ids = self.kv_cache.allocate_slots(request, int(num_tokens[i]))
-            if block_ids is None:
-                others_run = bool(num_tokens[:i].any()) or bool(self._in_flight)
-                assert others_run, f"request {request.request_id!r} alone doesn't fit the pool"
-                plan.short_of_blocks = True
-                end = i
-                break
-            if block_ids:
-                plan.new_block_ids[request.request_id] = block_ids
-            self._note_blocks(request)
-        return rows[:end]
-
-    def _slots_left(self, at: np.ndarray | slice, num_tokens: np.ndarray) -> np.ndarray:
-        """i64, of the rows `at`: slots of their blocks behind `num_tokens` more and the drafter's; too few are less
-        than 0."""
-        ends = self.table.num_computed_tokens[at] + num_tokens
-        return self.table.num_slots[at] - np.minimum(ends + self._num_lookahead_tokens, self.max_model_len)
-
-    def _add_blocks(self, plan: StepPlan, rows: np.ndarray, left: np.ndarray) -> bool:
-        """Gives `rows` blocks until none of `left` i64, slots left of each, is below 0, and counts them there. False,
-        with nothing changed, if there are not enough blocks for all."""
-        short = left < 0
-        if not np.count_nonzero(short):
-            return True
-        block_size, needy = self.config.block_size, rows[short]
-        num_blocks = -(left[short] // block_size)
-        ids = [self._request(row).request_id for row in needy.tolist()]
-        block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
-        if block_ids is None:
-            return False
-        plan.new_block_ids.update(zip(ids, block_ids, strict=True))
-        left[short] += num_blocks * block_size
-        self.table.num_slots[needy] += num_blocks * block_size
-        return True
-
-    def _allocate(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
-        """As `KVCacheManager.allocate_slots`, with the drafter's slots if there are blocks for them."""
-        end = request.num_computed_tokens + len(hits) * self.config.block_size + num_new_tokens
-        beyond = min(self._num_lookahead_tokens, self.max_model_len - end)
-        block_ids = self.kv_cache.allocate_slots(request, num_new_tokens, hits, beyond)
-        if block_ids is None and beyond > 0:
-            block_ids = self.kv_cache.allocate_slots(request, num_new_tokens, hits)
-        return block_ids
-
-    def _preempt(self, victim: Request, by: Request, plan: StepPlan) -> None:
-        rid = victim.request_id
-        if RequestPreempted in self._hooks.wanted:
-            self._hooks.emit(RequestPreempted(*self._hooks.stamp(), rid, victim.num_computed_tokens, by.request_id))
-        self.table.remove(victim)
-        victim.spec_token_ids = []
-        self.kv_cache.free(rid)
-        victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
-        self._enqueue(victim, front=True)
-        plan.preempted.add(rid)
-        if self._v2:
-            self._runner_ids.discard(rid)
-
     def _schedule_waiting(self, plan: StepPlan) -> None:
         index = 0
         while index < len(self.waiting) and len(self.table) < self.max_num_seqs and plan.budget > 0:
@@ -429,34 +231,6 @@ class Scheduler(TokenIntake):
             request.num_computed_tokens = request.num_output_placeholders = 0
         if self._by_priority:
             self.waiting.sort(key=self._priority_key)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError if queue, running set, counters and blocks don't agree."""
-        table, now_running = self.table, self.running
-        queued = [*self.waiting, *now_running]
-        assert len(queued) == len(self.requests), f"{len(queued)} queued or running, {len(self.requests)} requests"
-        running = set(now_running)
-        assert len(running) == len(table), f"{len(running)} different requests in {len(table)} rows"
-        for request in queued:
-            rid = request.request_id
-            where = f"request {rid!r} ({request.status.value}): "
-            assert self.requests.get(rid) is request, where + "queued, but not among the requests"
-            assert (request.status is RequestStatus.RUNNING) == (request in running), where + "in the wrong list"
-            slots, computed = len(self.kv_cache.block_ids(rid)) * self.config.block_size, request.num_computed_tokens
-            assert slots >= computed, where + f"{computed} tokens computed in {slots} slots"
-            assert request in running or slots == 0, where + "waits and owns blocks"
-            placeholders = request.num_output_placeholders
-            steps = sum(request in batch.requests for batch in self._in_flight.values())
-            most = steps * (1 + max(self._num_device_drafts, len(request.spec_token_ids)))
-            assert 0 <= placeholders <= most, where + f"{placeholders} placeholders with {steps} steps in flight"
-            known = request.num_tokens + placeholders
-            assert computed <= known, where + f"{computed} tokens computed of {known}"
-            if request in running:
-                row = request.row
-                assert table.requests[row] is request, where + f"its row {row} is another's"
-                assert table.num_tokens[row] == request.num_tokens, where + f"{table.num_tokens[row]} tokens in its row"
-                assert table.num_slots[row] == slots, where + f"{table.num_slots[row]} slots in its row, right {slots}"
-        self.kv_cache.check_integrity()
 
 
 def _within(budget: int, wanted: np.ndarray) -> np.ndarray:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 
 import numpy as np
 
-from .hooks import GrammarAdvanced, Hooks, PromptLogprobsComputed
-from .kv_cache import KVCacheManager
+from .hooks import GrammarAdvanced, PromptLogprobsComputed
 from .request import Request
-from .running_table import RunningTable
+from .request_books import RequestBooks
 from .sample.prompt_logprobs import PromptLogprobs
 from .sched_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import ScheduledBatch
@@ -19,24 +17,10 @@ FEW_STOP_IDS = 8
 """Up to so many ids are compared one by one, which is cheaper than numpy's search."""
 
 
-class TokenIntake(ABC):
-    """Requests, their rows and blocks, and the steps whose tokens are still to come.
-
-    Nearly always nobody can end in a step. Then its tokens are booked by a few operations on whole columns, and
+class TokenIntake(RequestBooks):
+    """Nearly always nobody can end in a step. Then its tokens are booked by a few operations on whole columns, and
     Python sees a request to append its tokens and where one of its blocks became full.
     """
-
-    def __init__(self, max_model_len: int, hooks: Hooks, table: RunningTable, kv_cache: KVCacheManager) -> None:
-        self.max_model_len = max_model_len
-        self.table = table
-        self.kv_cache = kv_cache
-        self._hooks = hooks
-        self._in_flight: dict[int, ScheduledBatch] = {}
-        """By step."""
-
-    @abstractmethod
-    def _finish(self, request: Request, reason: str) -> None:
-        """Ends an unfinished request."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, every_token: bool = True
@@ -226,22 +210,7 @@ class TokenIntake(ABC):
             return "length"
         return None
 
-    def _request(self, row: int) -> Request:
-        request = self.table.requests[row]
-        assert request is not None, f"row {row} is nobody's"
-        return request
-
-    def _publish_rows(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Each of `rows` has a block to publish: its first `num_tokens` i64 are known and computed."""
-        num_full = num_tokens // self.kv_cache.block_size
-        requests = [self._request(row) for row in rows.tolist()]
-        self.kv_cache.publish(requests, num_full.tolist())
-        self.table.publish_at[rows] = (num_full + 1) * self.kv_cache.block_size
-
     def _publish(self, request: Request) -> None:
         self.kv_cache.cache_blocks(request)
         if request.row >= 0:
             self._note_blocks(request)
-
-    def _note_blocks(self, request: Request) -> None:
-        self.table.num_slots[request.row], self.table.publish_at[request.row] = self.kv_cache.bounds(request.request_id)
