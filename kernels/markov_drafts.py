@@ -203,7 +203,7 @@ def _launch(
     form: str,
 ) -> None:  # fmt: skip
     (num_reqs, num_drafts, vocab_size), rank = base_logits.shape, head.w1.shape[1]
-    block_r, block_v, block_k, block_t, num_warps = _tile(num_reqs, rank)
+    block_r, block_v, block_k, block_t, num_warps = _tile(num_reqs, rank, head.w1.dtype)
     num_tiles = -(-vocab_size // block_v)
     device, pdl = hidden.device, can_launch_early(form, hidden)
     # Of the draft before and of this one, in turn.
@@ -239,7 +239,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _tile(num_reqs: int, rank: int) -> tuple[int, int, int, int, int]:
+def _tile(num_reqs: int, rank: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Of a program of score_kernel: requests, tokens, depth and tiles of one read; and its warps. None spills.
 
     Each program looks for the token before itself, which saves a launch a draft; the more requests there are, the wider
@@ -247,6 +247,8 @@ def _tile(num_reqs: int, rank: int) -> tuple[int, int, int, int, int]:
     """
     if num_reqs == 1:
         return 1, 256, 64, 256, 4
+    if dtype == torch.float32:  # no matrix instruction takes it as it is
+        return 16, 256, 16, 32, 8
     if num_reqs <= 16:
         return 16, 256, 32, 32, 8
     return 32, 512 if rank <= 64 else 256, 32, 32, 8

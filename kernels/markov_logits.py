@@ -75,7 +75,7 @@ def markov_logits(
             kept.logits[row, index] = out[i]
         return out
     rank, few = latents.shape[1], num_reqs <= 16
-    block_r = 1 if num_reqs == 1 else 16
+    block_r, block_k = (1, 64) if num_reqs == 1 else (16, 16 if w2.dtype == torch.float32 else 32)
     launch(
         _markov_logits_kernel,
         (-(-vocab_size // 256), -(-num_reqs // block_r)),
@@ -95,7 +95,7 @@ def markov_logits(
         RANK=rank,
         BLOCK_R=block_r,
         BLOCK_V=256,
-        BLOCK_K=max(16, min(64 if num_reqs == 1 else 32, 1 << (rank - 1).bit_length())),
+        BLOCK_K=max(16, min(block_k, 1 << (rank - 1).bit_length())),
         UPCAST=form == "interpret",
     )
     return out

@@ -22,6 +22,7 @@ from engine.spec_decode import NO_DRAFT
 from kernels.paged_attention_triton import decode_attention_kernel
 from kernels.triton_support import triton
 from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
+from tests.engine.dspark.launches import count_launches
 from tests.engine.dspark.paged import BLOCK_SIZE, MAX_LEN, PagedLoop, Request
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
@@ -68,15 +69,17 @@ def test_golden_rounds(head: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("chunk", [3, 7, 1000])
-def test_a_batch_drafts_like_each_request_alone(head: str, chunk: int) -> None:
+@pytest.mark.parametrize(("form", "chunk"), [("torch", 3), ("torch", 7), ("torch", 1000), ("interpret", 1000)])
+def test_a_batch_drafts_like_each_request_alone(head: str, form: str, chunk: int) -> None:
     """Chunked prompts beside decodes; what every block is drafted from is the plain form's."""
     given = golden(head)
-    loop = loop_of(given)
+    loop = loop_of(given, form)
     prompts = (given.values["prompt"].tolist(), [5, 9, 200, 31, 7], given.sequence[3:24])
-    blocks = [list(range(1 + 24 * i, 25 + 24 * i)) for i in range(3)]
+    if form == "interpret":  # blocks of more rows than small_linear takes
+        prompts = (*prompts, [8, 4, 1, 1])
+    blocks = [list(range(1 + 24 * i, 25 + 24 * i)) for i in range(len(prompts))]
     requests = [Request(list(p), blocks[i], row=4 - i) for i, p in enumerate(prompts)]
-    for _ in range(10):
+    for _ in range(10 if form == "torch" else 2):
         drafts = loop.step(requests, chunk)
         for i, request in enumerate(requests):
             if not request.drafts:
@@ -297,6 +300,19 @@ def test_no_host_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
         forbid_waits(patch)
         drafts = loop.decoder.propose(loop.last_step)
     assert torch.equal(drafts, expected)
+
+
+@pytest.mark.parametrize(
+    ("head", "method", "most"), [("vanilla", "greedy", 27), ("rnn", "greedy", 33), ("vanilla", "probabilistic", 55)]
+)
+def test_a_round_is_few_launches(head: str, method: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one request: a step at batch 1 is bound by its launches."""
+    loop, request = loop_of(golden(head), "interpret", method=method), request_of(golden(head))
+    loop.step([request])
+    loop.step([request])
+    step = loop.last_step
+    assert step is not None
+    assert 0 < count_launches(lambda: loop.decoder.propose(step), monkeypatch) <= most
 
 
 def test_the_draft_without_weights() -> None:
