@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import triton_support
 
 NO_LAUNCH = (
-    "view", "reshape", "_unsafe_view", "_reshape_alias", "slice", "select", "t", "transpose", "permute", "unbind", "split",
-    "split_with_sizes", "expand", "squeeze", "unsqueeze", "detach", "alias", "as_strided", "chunk",
+    "view", "reshape", "_unsafe_view", "_reshape_alias", "slice", "select", "t", "transpose", "permute", "unbind",
+    "split", "split_with_sizes", "expand", "squeeze", "unsqueeze", "detach", "alias", "as_strided", "chunk",
     "empty", "new_empty", "empty_like", "empty_strided",
 )  # fmt: skip
 """Views and allocations."""
