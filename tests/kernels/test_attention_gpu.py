@@ -8,7 +8,7 @@ import torch
 import kernels
 from kernels.head_rotation import HeadRotation
 from tests.kernels.attention_batches import AttentionBatch, attention_batch
-from tests.kernels.test_paged_attention import decode, prefill
+from tests.kernels.test_paged_attention import block, decode, prefill
 
 pytestmark = pytest.mark.gpu
 SHAPES = {
@@ -46,6 +46,17 @@ def test_decode(shape: str, num_reqs: int, dtype: torch.dtype) -> None:
     for i in range(20):
         again, _ = decode(batch, "triton", start_early=i % 2 == 0)
         assert torch.equal(again, got), "the same bits every time"
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("num_reqs", [1, 3, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_of_queries(shape: str, num_reqs: int, dtype: torch.dtype) -> None:
+    lengths = torch.randint(0, 700, (num_reqs,), generator=torch.Generator().manual_seed(num_reqs)).tolist()
+    batch = attention_batch([(n, 7) for n in lengths], dtype=dtype, device="cuda", **SHAPES[shape])
+    got = block(batch, "triton", 7)
+    assert error(got, block(in_float32(batch), "torch", 7)) < LIMITS[dtype]
+    assert torch.equal(block(batch, "triton", 7), got)
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
