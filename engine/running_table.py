@@ -51,7 +51,7 @@ class RunningTable:
         self.generation = column()
         """Counts the tenants of a row: a step in flight knows by it whether the row is still its request's."""
         self.requests: list[Request | None] = [None] * max_num_seqs
-        self.rounds = DraftRounds()
+        self.rounds = DraftRounds(self.requests)
         """Of the requests in the table."""
         self.version = 0
         """Changes whenever a request comes or goes."""
@@ -104,7 +104,7 @@ class RunningTable:
 
     def remove(self, request: Request) -> None:
         """Frees the row of `request`, which takes its counts along."""
-        self.rounds.settle()
+        self.rounds.leave(request.row)
         row, order = request.leave(), self.order
         place = int(np.flatnonzero(order == row)[0])
         order[place:-1] = order[place + 1 :].copy()

@@ -80,10 +80,10 @@ class TokenIntake(RequestBooks):
         table = self.table
         rejected = np.where(counts > 0, batch.num_sampled_at_most - counts, 0)
         if stays is None:
-            table.rounds.add(batch.requests, batch.num_drafts, counts)
+            table.rounds.add(batch.at, batch.num_drafts, counts)
             table.reject(batch.at, rejected)
             return
-        table.rounds.add(batch.requests, batch.num_drafts, np.where(stays, counts, 0))
+        table.rounds.add(batch.rows[stays], batch.num_drafts[stays], counts[stays])
         table.reject(batch.rows[stays], rejected[stays])
         for i in np.flatnonzero(~stays & (counts > 0) & (batch.num_drafts > 0)).tolist():
             # It has ended; or was preempted in flight, has given its computed tokens back and waits for these alone.
@@ -111,7 +111,7 @@ class TokenIntake(RequestBooks):
             batch.awaits_first_token = False
         table.num_tokens[at] = known
         if batch.has_drafts:
-            table.rounds.add(batch.requests, batch.num_drafts, counts)
+            table.rounds.add(at, batch.num_drafts, counts)
             table.num_computed_tokens[at] += counts - batch.num_sampled_at_most
         table.num_output_placeholders[at] -= batch.num_sampled_at_most
         table.last_token_time[at] = now
@@ -157,8 +157,9 @@ class TokenIntake(RequestBooks):
     ) -> None:
         """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them."""
         table = self.table
+        extends, all_tokens, all_counts = batch.extends, tokens.tolist(), counts.tolist()
         for i in np.flatnonzero(plain).tolist():
-            batch.extends[i](tokens[i, : counts[i]].tolist())
+            extends[i](all_tokens[i][: all_counts[i]])
         rows, counts = batch.rows[plain], counts[plain]
         self._note_first_tokens(rows, now)
         known = table.num_tokens[rows] + counts

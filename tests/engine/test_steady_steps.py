@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.device import Device
-from engine.draft_rounds import ROUNDS_AT_ONCE, DraftRounds
+from engine.draft_rounds import ROUNDS_AT_ONCE
 from engine.hooks import Hooks
-from engine.request import Request
 from engine.runner_v2.async_output import HostBuffers
 from engine.runner_v2.step_graphs import StepGraphs
+from engine.running_table import RunningTable
 from engine.sched_output import SchedulerOutput
 from engine.scheduler import Scheduler
 from engine.speculative_config import SpeculativeConfig
@@ -136,23 +136,34 @@ def test_blocks_are_short_for_all_or_for_nobody() -> None:
 
 
 @given(st.data())
+@settings(max_examples=50)
 def test_rounds_are_booked_as_if_at_once(data: st.DataObject) -> None:
-    requests = [make_request(3) for _ in range(4)]
-    expected: dict[Request, tuple[list[int], list[int]]] = {request: ([], []) for request in requests}
-    rounds, batch = DraftRounds(), tuple(requests)
-    for _ in range(data.draw(st.integers(0, 6)) + data.draw(st.sampled_from([0, ROUNDS_AT_ONCE]))):
-        if data.draw(st.integers(0, 9)) == 0:
-            batch = tuple(data.draw(st.permutations(requests))[: data.draw(st.integers(1, 4))])
-        drafts = np.array([data.draw(st.integers(0, 3)) for _ in batch])
+    """Whoever asks, leaves or takes a row in between."""
+    table, expected = RunningTable(4), {}
+    rounds, waiting = table.rounds, [make_request(3) for _ in range(6)]
+    steps = data.draw(st.integers(0, 8)) + data.draw(st.sampled_from([0, ROUNDS_AT_ONCE]))
+    for step in range(steps):
+        running = table.running()
+        if running and data.draw(st.integers(0, 5)) == 0:
+            waiting.insert(0, data.draw(st.sampled_from(running)))
+            table.remove(waiting[0])
+        if waiting and len(table) < 4:
+            table.add(waiting.pop(), limit=99, seed_index=step)
+        rows = np.array(data.draw(st.permutations(table.order.tolist())))[: data.draw(st.integers(1, 4))]
+        drafts = np.array([data.draw(st.integers(0, 3)) for _ in rows])
         counts = np.array([data.draw(st.integers(0, 1 + d)) for d in drafts.tolist()], dtype=np.int32)
-        rounds.add(batch, drafts, counts)
-        for request, d, count in zip(batch, drafts.tolist(), counts.tolist(), strict=True):
+        rounds.add(rows, drafts, counts)
+        for row, d, count in zip(rows.tolist(), drafts.tolist(), counts.tolist(), strict=True):
             if d and count:
-                expected[request][0].append(count - 1)
-                expected[request][1].append(d)
+                request = table.requests[row]
+                accepted, drafted = expected.setdefault(request, ([], []))
+                accepted.append(count - 1)
+                drafted.append(d)
         counts[:] = 77  # a buffer that the next step's counts come to
-    rounds.settle()
-    for request, (accepted, drafted) in expected.items():
+        if data.draw(st.integers(0, 9)) == 0:
+            rounds.settle()
+    for request in [*waiting, *table.running()]:
+        accepted, drafted = expected.get(request, ([], []))
         assert (request.accepted_per_round, request.num_draft_tokens) == (accepted, sum(drafted))
 
 
