@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 ROUNDS_AT_ONCE = 64
 """So many steps are kept at most."""
-_NO_ROUND = -1
 
 
 class DraftRounds:
@@ -27,8 +26,8 @@ class DraftRounds:
 
     def __init__(self, requests: Sequence[Request | None]) -> None:
         self._requests = requests
-        # [steps, R]: accepted drafts, _NO_ROUND where the row had no round; and how many there were
-        self._accepted = np.full((ROUNDS_AT_ONCE, len(requests)), _NO_ROUND, dtype=np.int32)
+        # [steps, R]: tokens that came of the row's drafts, and drafts; a round has both
+        self._counts = np.zeros((ROUNDS_AT_ONCE, len(requests)), dtype=np.int32)
         self._drafts = np.zeros((ROUNDS_AT_ONCE, len(requests)), dtype=np.int32)
         self._count = 0
 
@@ -37,33 +36,31 @@ class DraftRounds:
         behind them. It is none of those without drafts, or without tokens."""
         if self._count == ROUNDS_AT_ONCE:
             self.settle()
-        is_round = (num_drafts > 0) & (counts > 0)
-        self._accepted[self._count, at] = np.where(is_round, counts - 1, _NO_ROUND)
-        self._drafts[self._count, at] = np.where(is_round, num_drafts, 0)
+        self._counts[self._count, at] = counts
+        self._drafts[self._count, at] = num_drafts
         self._count += 1
 
     def leave(self, row: int) -> None:
         """Books the rounds of the row's request, which is about to leave it."""
-        count, request = self._count, self._requests[row]
-        if not count or request is None:
-            return
-        accepted = self._accepted[:count, row]
-        request.add_rounds(accepted[accepted != _NO_ROUND].tolist(), int(self._drafts[:count, row].sum()))
-        accepted[:] = _NO_ROUND
-        self._drafts[:count, row] = 0
+        counts, drafts = self._counts[: self._count, row], self._drafts[: self._count, row]
+        request = self._requests[row]
+        if request is not None:
+            is_round = (counts > 0) & (drafts > 0)
+            request.add_rounds((counts[is_round] - 1).tolist(), int(drafts[is_round].sum()))
+        counts[:] = drafts[:] = 0
 
     def settle(self) -> None:
         """Every round kept so far is in its request's books afterwards, in order."""
-        count = self._count
-        if not count:
+        if not self._count:
             return
-        accepted, drafts = self._accepted[:count], self._drafts[:count]
-        in_use = np.flatnonzero((accepted != _NO_ROUND).any(axis=0))
-        columns = zip(in_use.tolist(), accepted[:, in_use].T.tolist(), drafts.sum(axis=0)[in_use].tolist(), strict=True)
-        for row, own, num_drafts in columns:
+        counts, drafts = self._counts[: self._count], self._drafts[: self._count]
+        is_round = (counts > 0) & (drafts > 0)
+        has_some = np.flatnonzero(is_round.any(axis=0))
+        accepted = np.where(is_round, counts - 1, -1)[:, has_some].T.tolist()
+        of_all = np.where(is_round, drafts, 0).sum(axis=0)[has_some].tolist()
+        for row, own, num_drafts in zip(has_some.tolist(), accepted, of_all, strict=True):
             request = self._requests[row]
             assert request is not None, f"row {row} has rounds and is nobody's"
-            request.add_rounds(own if _NO_ROUND not in own else [n for n in own if n != _NO_ROUND], num_drafts)
-        accepted[:] = _NO_ROUND
-        drafts[:] = 0
+            request.add_rounds(own if -1 not in own else [n for n in own if n >= 0], num_drafts)
+        counts[:] = drafts[:] = 0
         self._count = 0
