@@ -57,6 +57,7 @@ class OutputTurns:
     def __init__(self, device: torch.device) -> None:
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._places: dict[str, torch.Tensor] = {}
+        self._outputs: list[dict[str, torch.Tensor]] = []
         self._host_turn = 0
 
     def keep(self, output: dict[str, torch.Tensor]) -> None:
@@ -74,8 +75,10 @@ class OutputTurns:
 
     def last(self) -> dict[str, torch.Tensor]:
         """What the replay that was just queued leaves, until the one after the next. Called once for each."""
+        if not self._outputs:
+            self._outputs = [{name: places[turn] for name, places in self._places.items()} for turn in (0, 1)]
         turn, self._host_turn = self._host_turn, self._host_turn ^ 1
-        return {name: places[turn] for name, places in self._places.items()}
+        return self._outputs[turn]
 
 
 def _by_tokens(size: StepSize) -> tuple[int, int]:
