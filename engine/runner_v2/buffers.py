@@ -16,6 +16,9 @@ from kernels import apply_write
 
 from ..device import Device
 
+_WORDS_A_ROW = 8
+"""Room in a ring for what a step stages: a piece of up to five words in every row, and where it goes."""
+
 
 class UvaBackedTensor:
     """A small table whose truth is `np` on the host; `gpu` is the device's copy of the last published snapshot.
@@ -65,8 +68,8 @@ class StagedWriteTensor:
     kernel.
 
     The cost of a step is that of its changes, not of the table. They travel in fresh pinned memory; with a
-    `ring_depth`, for a table that changes in nearly every step, in the next buffer of such a ring, and `apply` may send
-    something once a step at the most.
+    `ring_depth`, for a table that changes in nearly every step, in the next buffer of such a ring as long as they fit,
+    and `apply` may send something once a step at the most.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class StagedWriteTensor:
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._contents: list[int] = []
-        self._ring = [device.empty_host((0,), torch.int32) for _ in range(ring_depth)]
+        buffers = [device.empty_host((_WORDS_A_ROW * shape[0] + 1,), torch.int32) for _ in range(ring_depth)]
+        self._ring = [(buffer, buffer.numpy()) for buffer in buffers]
         self._next = 0
 
     def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
@@ -106,25 +110,20 @@ class StagedWriteTensor:
         # One transfer: contents, which may be wider, then rows, starts and cumulative lengths as i32.
         num_writes, wide = len(self._rows), self._np_dtype().itemsize // 4
         begin = len(self._contents) * wide
-        host = self._host(begin + 3 * num_writes + 1)
-        packed = host.numpy()
+        size, buffer = begin + 3 * num_writes + 1, None
+        packed = np.empty(size, dtype=np.int32)
+        if self._ring and size <= len(self._ring[0][1]):
+            self._next = (self._next + 1) % len(self._ring)
+            buffer, packed = self._ring[self._next][0][:size], self._ring[self._next][1][:size]
         packed[:begin].view(self._np_dtype)[:] = self._contents
         packed[begin : begin + num_writes] = self._rows
         packed[begin + num_writes : begin + 2 * num_writes] = self._starts
         packed[begin + 2 * num_writes] = 0
         np.cumsum(self._lengths, out=packed[begin + 2 * num_writes + 1 :])
         self._rows, self._starts, self._lengths, self._contents = [], [], [], []
-        self._device.compute.submit(name, self._launch, self._device.upload(host), num_writes)
+        sent = self._device.to_device(packed) if buffer is None else self._device.upload(buffer)
+        self._device.compute.submit(name, self._launch, sent, num_writes)
         return True
-
-    def _host(self, size: int) -> torch.Tensor:
-        """i32 [size], pinned, which nothing in flight reads."""
-        if not self._ring:
-            return self._device.empty_host((size,), torch.int32)
-        self._next = (self._next + 1) % len(self._ring)
-        if self._ring[self._next].numel() < size:
-            self._ring[self._next] = self._device.empty_host((2 * size,), torch.int32)
-        return self._ring[self._next][:size]
 
     def _launch(self, packed: torch.Tensor, num_writes: int) -> None:
         contents, rows, starts, cu_len = packed.split(

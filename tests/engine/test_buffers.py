@@ -64,17 +64,18 @@ def test_staged_writes_are_ragged_and_travel_in_copies(device: Device) -> None:
     assert staged.gpu.tolist() == [[0, 0, 0, 0, 5], [0] * 5, [6, 7, 8, 9, 0]]
 
 
-def test_a_ring_of_staged_writes_keeps_each_steps_own_and_grows(
+def test_a_ring_of_staged_writes_keeps_each_steps_own_while_it_fits(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two writes a step are 7 words and two for each value; a ring for two rows has room for 17."""
     staged = StagedWriteTensor(device, (STEPS_IN_FLIGHT, 40), torch.int64, "torch", STEPS_IN_FLIGHT)
-    made, empty_host = [], Device.empty_host
+    fresh, to_device = [], Device.to_device
 
-    def counted(device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made.append(shape)
-        return empty_host(device, shape, dtype)
+    def counted(device: Device, array: np.ndarray) -> torch.Tensor:
+        fresh.append(len(array))
+        return to_device(device, array)
 
-    monkeypatch.setattr(Device, "empty_host", counted)
+    monkeypatch.setattr(Device, "to_device", counted)
     rows: list[list[int]] = [[] for _ in range(STEPS_IN_FLIGHT)]
     for count in (3, 20, 2, 5, 10):
         for step, row in enumerate(rows):
@@ -84,4 +85,4 @@ def test_a_ring_of_staged_writes_keeps_each_steps_own_and_grows(
             row += values
         device.drain()
     assert staged.gpu.tolist() == rows
-    assert len(made) == 2 * STEPS_IN_FLIGHT, "made anew only to grow"
+    assert fresh == [7 + 2 * count for count in (20, 10) for _ in rows], "what does not fit travels by itself"

@@ -1,6 +1,7 @@
 """`runnerscope dspark`: a draft from nothing to measured, on a tiny model; and what it refuses."""
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,9 +107,9 @@ def test_from_nothing_to_measured(tmp_path: Path, model: list[str], capsys: pyte
 
 
 class Interrupter:
-    """A Ctrl-C as it comes: a signal in the middle of call number ``at`` of one of the engine's steps."""
+    """A Ctrl-C as it comes: a signal in the middle of call number ``at`` of a class's steps; 0 only counts them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, at: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, at: int = 0) -> None:
         self.calls = 0
         real = owner.step  # type: ignore[attr-defined]
 
@@ -129,10 +130,29 @@ def test_a_call_that_is_interrupted_anywhere_is_taken_up(
     options = ["--head", head, *TRAIN, *(SHAPE if head == "dspark" else []), "--save-dtype", "float32", *model]
     # Three at a time, so that answers come in waves.
     options += ["--temperatures", "0", "1", "--max-num-seqs", "3"]
-    code, _, error = call(capsys, "train", "--out", str(tmp_path / "whole"), *options)
-    assert code == 0, error
     out, state, kept = tmp_path / "cut", tmp_path / "cut" / "training", []
-    for owner, at in ((LLM, 5), (LLM, 150), (LLM, 215), (LLM, 3), (Trainer, 2), (Trainer, 1)):
+
+    def steps_left(copy: str) -> int:
+        """How many of the engine's steps a call would take from here to its end."""
+        if out.exists():
+            shutil.copytree(out, tmp_path / copy)
+        with monkeypatch.context() as patch:
+            counted = Interrupter(patch, LLM)
+            code, _, error = call(capsys, "train", "--out", str(tmp_path / copy), *options)
+        assert code == 0, error
+        return counted.calls
+
+    assert steps_left("whole") > 40
+    # Prompts have up to 96 tokens and answers 12, so answers are among the last steps.
+    for owner, at_step in (
+        (LLM, lambda: 5),
+        (LLM, lambda: steps_left("a") * 6 // 10),
+        (LLM, lambda: steps_left("b") - 15),
+        (LLM, lambda: 3),
+        (Trainer, lambda: 2),
+        (Trainer, lambda: 1),
+    ):
+        at = at_step()
         with monkeypatch.context() as patch:
             interrupter = Interrupter(patch, owner, at)
             code, _, error = call(capsys, "train", "--out", str(out), *options)

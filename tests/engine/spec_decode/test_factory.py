@@ -77,9 +77,7 @@ def test_a_head_that_comes_with_the_package_is_found_by_the_targets_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shipped, "HEADS", tmp_path)
-    with pytest.raises(
-        ConfigError, match="no head is known for 'tiny-llama'.* package comes one for no model"
-    ):
+    with pytest.raises(ConfigError, match="no head is known for 'tiny-llama'.* package comes one for no model"):
         build({"method": "mtp"})
     config = mtp_config(model().config)
     write_mtp(tmp_path / "Tiny-Llama" / "mtp", config, init_weights(config, 0), torch.float32)
