@@ -18,7 +18,7 @@ from tests.kernels.test_gumbel import chi_square_z
 
 pytestmark = pytest.mark.slow
 
-DRAWS = 100_000
+DRAWS = 40_000
 LENGTH = 240
 FIRST, SECOND = ([token_of(char) for char in chars] for chars in ("abcd", "cdef"))
 """What the grammar allows at even and at odd places: two tokens at both, so that a draft is refused now and then."""

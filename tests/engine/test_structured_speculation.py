@@ -61,8 +61,7 @@ def text(chars: str) -> list[int]:
     ],
     ids=["chunks and few blocks", "one row"],
 )
-@pytest.mark.parametrize("method", ["standard", "block"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "method"), [(0.0, "standard"), (1.0, "block")])
 @pytest.mark.parametrize(("runner", "loop", "spec"), DRAFTERS)
 def test_every_answer_is_of_its_language(
     runner: str, loop: str, spec: Spec, temperature: float, method: str, circumstances: dict[str, Any],

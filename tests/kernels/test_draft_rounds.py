@@ -68,7 +68,8 @@ def test_mask_drafts(seed: int, num_reqs: int, num_drafts: int, more: int, confi
         torch.testing.assert_close(kept, results[0][1])
     if confident and num_reqs:
         absent = results[0][0] == NO_DRAFT
-        assert torch.equal(results[0][1][idx_mapping.long()] == 0, absent | (torch.sigmoid(logits) == 0))
+        chances = torch.sigmoid(logits if divisors is None else logits / divisors)
+        assert torch.equal(results[0][1][idx_mapping.long()] == 0, absent | (chances == 0))
 
 
 def test_mask_drafts_names_wrong_arguments() -> None:
