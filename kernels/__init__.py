@@ -43,10 +43,12 @@ from kernels.store_kv import store_kv
 from kernels.temperature import apply_temperature
 from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 from kernels.topk_logprobs import topk_logprobs
+from kernels.verify_attention import MAX_QUERIES, verify_attention
 
 __all__ = [
     "FORMS",
     "MAX_COUNTERS",
+    "MAX_QUERIES",
     "PAD_SLOT_ID",
     "BadWordsTables",
     "DraftedBatch",
@@ -91,4 +93,5 @@ __all__ = [
     "small_linear",
     "store_kv",
     "topk_logprobs",
+    "verify_attention",
 ]

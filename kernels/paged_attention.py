@@ -14,8 +14,8 @@ from kernels.triton_support import can_launch_early, launch
 
 MAX_COUNTERS = 1024
 _MAX_SPLITS = 32
-_FEW_ROWS = 16
-_LOG2_E = 1.4426950408889634
+FEW_ROWS = 16
+LOG2_E = 1.4426950408889634
 
 
 def decode_attention(
@@ -154,7 +154,7 @@ def _launch(
         rotation.q_norm if rotation else None,
         rotation.k_norm if rotation else None,
         rotation.eps if rotation else 0.0,
-        head_dim**-0.5 * _LOG2_E,
+        head_dim**-0.5 * LOG2_E,
         out,
         partial,
         statistics,
@@ -185,12 +185,12 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     In all about four for each multiprocessor where rows are few, for the sake of combining; else what fills it, about
     sixteen of a warp each, so that programs with long contexts don't end alone.
     """
-    wanted = (512 if num_rows <= _FEW_ROWS else 2048) // max(1, num_rows * num_kv_heads)
+    wanted = (512 if num_rows <= FEW_ROWS else 2048) // max(1, num_rows * num_kv_heads)
     return 1 << max(0, min(_MAX_SPLITS, wanted).bit_length() - 1)
 
 
 def _tile(num_rows: int, splits: int) -> tuple[int, int, int]:
     """Tokens of a read, warps and pipeline depth: the fastest of those measured on an H200."""
-    if num_rows > _FEW_ROWS or splits == 1:
+    if num_rows > FEW_ROWS or splits == 1:
         return 32, 1, 2
     return (64, 2, 2) if splits < _MAX_SPLITS else (16, 2, 2)

@@ -73,7 +73,7 @@ def decode_attention_kernel(
     key_ptr = kv_cache_ptr + kv_head * HEAD_DIM
     blocks_ptr = block_table_ptr + row * block_table_stride
     if SPLITS > 1:
-        ptr, inside = _tile_pointers(key_ptr, blocks_ptr, begin, end, TOKEN, BLOCK_SIZE, BLOCK_N)
+        ptr, inside = tile_pointers(key_ptr, blocks_ptr, begin, end, TOKEN, BLOCK_SIZE, BLOCK_N)
         mask = inside[:, None] & d_inside[None, :]
         first_k = tl.load(ptr + d[None, :], mask=mask, other=0.0)
         first_v = tl.load(ptr + value_offset + d[None, :], mask=mask, other=0.0)
@@ -114,15 +114,15 @@ def decode_attention_kernel(
             total += 1.0
             acc += v.to(tl.float32)
     if SPLITS > 1:
-        weights, shrink, m, total = _weigh(q, first_k, inside, scale, m, total, MULTIPLIED)
+        weights, shrink, m, total = weigh(q, first_k, inside[None, :], scale, m, total, MULTIPLIED)
         weights = weights.to(STORED).to(MULTIPLIED)
         acc = tl.dot(weights, first_v.to(MULTIPLIED), acc * shrink[:, None], input_precision="ieee")
         begin += BLOCK_N
     for start in tl.range(begin, end, BLOCK_N):
-        ptr, inside = _tile_pointers(key_ptr, blocks_ptr, start, end, TOKEN, BLOCK_SIZE, BLOCK_N)
+        ptr, inside = tile_pointers(key_ptr, blocks_ptr, start, end, TOKEN, BLOCK_SIZE, BLOCK_N)
         mask = inside[:, None] & d_inside[None, :]
         k = tl.load(ptr + d[None, :], mask=mask, other=0.0)
-        weights, shrink, m, total = _weigh(q, k, inside, scale, m, total, MULTIPLIED)
+        weights, shrink, m, total = weigh(q, k, inside[None, :], scale, m, total, MULTIPLIED)
         v = tl.load(ptr + value_offset + d[None, :], mask=mask, other=0.0)
         weights = weights.to(STORED).to(MULTIPLIED)
         acc = tl.dot(weights, v.to(MULTIPLIED), acc * shrink[:, None], input_precision="ieee")
@@ -142,7 +142,7 @@ def decode_attention_kernel(
             tl.store(counters_ptr + pair, 0)
             first = pair * SPLITS * GROUP_PAD
             l_ptr = statistics_ptr + num_pairs * SPLITS * GROUP_PAD
-            y = _combine(partial_ptr, statistics_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS)
+            y = combine_parts(partial_ptr, statistics_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS)
             h = tl.arange(0, GROUP_PAD)
             y_inside = (h < GROUP)[:, None] & d_inside[None, :]
             y_out = _head_offset(h, NUM_HEADS * HEAD_DIM, QUERIES, PER_QUERY, HEAD_DIM)[:, None] + d[None, :]
@@ -159,10 +159,10 @@ def _head_offset(g, row_stride, QUERIES: tl.constexpr, PER_QUERY: tl.constexpr, 
 
 
 @triton.jit
-def _tile_pointers(
+def tile_pointers(
     key_ptr, blocks_ptr, start, end, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    # pointers to the keys of BLOCK_N tokens [BLOCK_N, 1], and which of the tokens there are [BLOCK_N]
+    """Pointers to the keys of BLOCK_N tokens [BLOCK_N, 1], and which of the tokens there are [BLOCK_N]."""
     n = start + tl.arange(0, BLOCK_N)
     inside = n < end
     block = tl.load(blocks_ptr + n // BLOCK_SIZE, mask=inside, other=0)
@@ -171,10 +171,13 @@ def _tile_pointers(
 
 
 @triton.jit
-def _weigh(q, k, inside, scale, m, total, MULTIPLIED: tl.constexpr):
-    # One step of the running softmax: weights [M, N], what earlier sums shrink by [M], new maximum and total [M].
+def weigh(q, k, inside, scale, m, total, MULTIPLIED: tl.constexpr):
+    """One step of the running softmax: weights [M, N], what earlier sums shrink by [M], new maximum and total [M].
+
+    `inside`: which keys there are, [1, N], or are seen, [M, N].
+    """
     scores = tl.dot(q, tl.trans(k.to(MULTIPLIED)), input_precision="ieee") * scale
-    scores = tl.where(inside[None, :], scores, float("-inf"))
+    scores = tl.where(inside, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_m[:, None])
     shrink = tl.exp2(m - new_m)
@@ -182,10 +185,10 @@ def _weigh(q, k, inside, scale, m, total, MULTIPLIED: tl.constexpr):
 
 
 @triton.jit
-def _combine(
+def combine_parts(
     partial_ptr, m_ptr, l_ptr, first, used, d, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
 ):
-    # [GROUP_PAD, BLOCK_D] f32
+    """The attention of `used` parts of a context together, [GROUP_PAD, BLOCK_D] f32."""
     split = tl.arange(0, SPLITS)[:, None]
     head = first + split * GROUP_PAD + tl.arange(0, GROUP_PAD)[None, :]
     valid = split < used

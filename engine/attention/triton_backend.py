@@ -1,9 +1,9 @@
 """Paged attention by the kernels of this repository: the backend of CUDA, and of their other forms anywhere.
 
-A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. In any other batch norm, RoPE and store
-come first for all tokens, since a request may read what another one stores, then the leading decodes, then everything
-else, each in a launch of its own. A few tokens, such as drafts and their anchor, are decodes all of them, each of its
-own length: only the decode kernel splits a long context among programs. Nothing is prepared on the host and every
+A batch of decodes is one launch a layer: norm, RoPE, KV store and attention. So is one of decodes with drafts. In any
+other batch norm, RoPE and store come first for all tokens, since a request may read what another one stores, then the
+leading decodes, then everything else, each in a launch of its own. A few tokens are decodes all of them, each of its
+own length: the prefill kernel does not split a long context among programs. Nothing is prepared on the host and every
 length is read on the device, so a captured step serves every length of its size.
 """
 
@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import MAX_COUNTERS, HeadRotation, decode_attention, max_rows, prefill_attention, store_kv
+from kernels import (
+    MAX_COUNTERS,
+    MAX_QUERIES,
+    HeadRotation,
+    decode_attention,
+    max_rows,
+    prefill_attention,
+    store_kv,
+    verify_attention,
+)
 from kernels.token_rows import token_rows
 
 from .metadata import AttentionMetadata
@@ -34,14 +43,18 @@ class TritonAttentionPlan:
     num_tokens: int
     # The batch is nothing but decodes, and none of them reads what another one writes in this step
     fused: bool
+    # Likewise, with at most max_query_len tokens a request instead of one
+    is_verification: bool
     as_decodes: bool
-    # [r, B] i32, [r] i32, [r - d + 1] i32, [>= t] i64
+    # [r, B] i32, [r] i32, [r + 1] i32, [r - d + 1] i32, [>= t] i64
     block_table: Tensor
     seq_lens: Tensor
+    query_start_loc: Tensor
     prefill_start_loc: Tensor
     # What the decode kernel stores, and what is stored before it
     slot_mapping: Tensor
     stored_slots: Tensor
+    max_query_len: int
     max_seq_len: int
 
 
@@ -64,7 +77,8 @@ class TritonAttention:
         r, decodes, t = metadata.num_reqs, metadata.num_decodes, metadata.num_tokens_padded
         block_table, seq_lens = metadata.block_table[:r], metadata.seq_lens[:r]
         fused = decodes == r == metadata.num_tokens and not metadata.has_admitted
-        as_decodes = not fused and r > 0 and t <= MAX_TOKENS_AS_DECODES
+        is_verification = not fused and r > 0 and metadata.max_query_len <= MAX_QUERIES and not metadata.has_admitted
+        as_decodes = not fused and not is_verification and r > 0 and t <= MAX_TOKENS_AS_DECODES
         slot_mapping = metadata.slot_mapping
         if as_decodes:
             block_table, seq_lens = token_rows(metadata.query_start_loc, seq_lens, block_table, t, form=self.form)
@@ -73,12 +87,15 @@ class TritonAttention:
             num_decodes=decodes,
             num_tokens=metadata.num_tokens,
             fused=fused,
+            is_verification=is_verification,
             as_decodes=as_decodes,
             block_table=block_table,
             seq_lens=seq_lens,
+            query_start_loc=metadata.query_start_loc[: r + 1],
             prefill_start_loc=metadata.query_start_loc[decodes : r + 1],
             slot_mapping=slot_mapping,
             stored_slots=metadata.slot_mapping,
+            max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
         )
 
@@ -89,9 +106,16 @@ class TritonAttention:
 
         With ``rotation`` qkv comes as the projection made it, and norm and RoPE of its heads are part of the launch.
         """
+        # Beside torch's projections, which larger batches use, an early start only takes room from them.
+        start_early = qkv.shape[0] <= max_rows(qkv)
         if plan.fused:
-            # Beside torch's projections, which larger batches use, an early start only takes room from them.
-            return self._decode(plan, qkv, kv_cache, rotation, None, start_early=qkv.shape[0] <= max_rows(qkv))
+            return self._decode(plan, qkv, kv_cache, rotation, None, start_early)
+        if plan.is_verification:
+            return verify_attention(
+                qkv, kv_cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.stored_slots, rotation,
+                max_query_len=plan.max_query_len, max_seq_len=plan.max_seq_len, counters=self._counters,
+                start_early=start_early, form=self.form,
+            )  # fmt: skip
         if plan.as_decodes:
             store_kv(qkv, kv_cache, plan.stored_slots, rotation, form=self.form)
             return self._decode(plan, qkv, kv_cache, None, None, start_early=False)

@@ -49,9 +49,14 @@ class ModelState:
         slot_mapping: torch.Tensor,
         num_decodes: int,
         has_admitted: bool = False,
+        max_query_len: int | None = None,
     ) -> AttentionMetadata:
-        """The attention metadata of one step; sizes come from the host's integers, never from a device tensor."""
-        lengths = np.diff(query_start_loc_np[: num_reqs + 1])
+        """The attention metadata of one step; sizes come from the host's integers, never from a device tensor.
+
+        `max_query_len` where the device shares the queries out, so that query_start_loc_np has their number alone.
+        """
+        if max_query_len is None:
+            max_query_len = int(np.diff(query_start_loc_np[: num_reqs + 1]).max())
         return AttentionMetadata(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -63,7 +68,7 @@ class ModelState:
             block_table=block_table,
             slot_mapping=slot_mapping,
             block_size=self.block_size,
-            max_query_len=int(lengths.max()),
+            max_query_len=max_query_len,
             max_seq_len=int(seq_lens_np.max()),
             num_decodes=num_decodes,
             has_admitted=has_admitted,

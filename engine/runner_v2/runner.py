@@ -277,6 +277,7 @@ class ModelRunnerV2:
             seq_lens_np=np.full(num_reqs, self.config.max_model_len, dtype=np.int32),
             num_decodes=num_reqs if num_tokens == num_reqs and not is_mixed else 0,
             has_admitted=is_mixed,
+            max_query_len=None if is_mixed else 1 + self.num_drafts,
         )
         return self._work(num_reqs, num_reqs, metadata, num_logits, budget)
 
@@ -310,6 +311,7 @@ class ModelRunnerV2:
         seq_lens_np: np.ndarray,
         num_decodes: int,
         has_admitted: bool = False,
+        max_query_len: int | None = None,
     ) -> AttentionMetadata:
         return self.model_state.prepare_attn(
             num_reqs=num_reqs,
@@ -323,6 +325,7 @@ class ModelRunnerV2:
             slot_mapping=self.block_tables.slot_mapping[:num_tokens_padded],
             num_decodes=num_decodes,
             has_admitted=has_admitted,
+            max_query_len=max_query_len,
         )
 
     def _make_batch(self, scheduler_output: SchedulerOutput) -> InputBatch:

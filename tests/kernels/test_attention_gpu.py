@@ -9,6 +9,7 @@ import kernels
 from kernels.head_rotation import HeadRotation
 from tests.kernels.attention_batches import AttentionBatch, attention_batch
 from tests.kernels.test_paged_attention import block, decode, prefill
+from tests.kernels.test_verify_attention import verify
 
 pytestmark = pytest.mark.gpu
 SHAPES = {
@@ -93,3 +94,21 @@ def test_small_linear(depth: int, columns: int, num_rows: int, dtype: torch.dtyp
         expected = kernels.small_linear(x.double(), own.double(), form="torch", **wide)
         mine = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         assert error(kernels.small_linear(x, own, form="triton", **mine), expected) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("num_reqs", "max_query_len"), [(1, 8), (3, 2), (3, 16), (40, 8), (120, 3)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_verify(shape: str, num_reqs: int, max_query_len: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(num_reqs)
+    lengths = torch.randint(0, 700, (num_reqs,), generator=g).tolist()
+    queries = torch.randint(1, max_query_len + 1, (num_reqs,), generator=g).tolist()
+    requests = list(zip(lengths, queries, strict=True))
+    batch = attention_batch(requests, pad=5, dtype=dtype, device="cuda", **SHAPES[shape])
+    expected, expected_cache = verify(in_float32(batch), "torch", max_query_len)
+    got, cache = verify(batch, "triton", max_query_len)
+    assert error(got, expected) < LIMITS[dtype] and error(cache, expected_cache) < LIMITS[dtype]
+    assert not got[-5:].any()
+    for i in range(20):
+        again, _ = verify(batch, "triton", max_query_len, start_early=i % 2 == 0)
+        assert torch.equal(again, got), "the same bits every time"

@@ -135,6 +135,27 @@ KERNELS = [
         }
         | dict.fromkeys(("partial_ptr", "statistics_ptr", "counters_ptr")),
     ),
+    *[
+        (
+            "verify_attention_triton",
+            "verify_attention_kernel",
+            (BF16, "i32", BF16, "i64", I32, "i32", I32, I32, I64, *ROTATION, "fp32", BF16, *parts, "i32", "i32"),
+            {
+                **QWEN3,
+                **TILES,
+                "PDL": True,
+                "QUERIES": 8 // groups,
+                "GROUPS": groups,
+                "PER_QUERY": 2,
+                "BLOCK_M": 16,
+                "BLOCK_N": 32,
+                "BLOCK_Q": 16,
+                "SPLITS": splits,
+                **dict.fromkeys(() if parts else ("partial_ptr", "statistics_ptr", "counters_ptr")),
+            },
+        )
+        for groups, splits, parts in ((1, 1, ()), (2, 8, (F32, F32, I32)))
+    ],
     (
         "prefill_attention",
         "_prefill_attention_kernel",

@@ -38,7 +38,7 @@ def run(requests: list[tuple[int, int]], form: str, pad: int) -> tuple[torch.Ten
     return tuple(results)
 
 
-@pytest.mark.parametrize("as_decodes", [0, 64])
+@pytest.mark.parametrize(("most_queries", "as_decodes"), [(0, 0), (0, 64), (16, 64)])
 @pytest.mark.parametrize("pad", [0, 3])
 @pytest.mark.parametrize(
     ("form", "batch"),
@@ -49,9 +49,10 @@ def run(requests: list[tuple[int, int]], form: str, pad: int) -> tuple[torch.Ten
     ],
 )
 def test_equals_the_torch_backend(
-    form: str, batch: str, pad: int, as_decodes: int, monkeypatch: pytest.MonkeyPatch
+    form: str, batch: str, pad: int, most_queries: int, as_decodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few tokens taken as decodes, each of its own length, or in the launch of longer queries."""
+    """Longer queries in their own launch, all tokens taken as decodes, or all requests as ones that verify drafts."""
+    monkeypatch.setattr(triton_backend, "MAX_QUERIES", most_queries)
     monkeypatch.setattr(triton_backend, "MAX_TOKENS_AS_DECODES", as_decodes)
     expected, expected_cache, got, cache = run(BATCHES[batch], form, pad)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import LLM, ConfigError, SamplingParams
 from engine.dspark.costs import CostTable
@@ -47,6 +48,8 @@ def dear_tokens(llm: LLM) -> None:
     sizes = tuple(range(1, 80))
     table = CostTable(sizes, tuple(400.0 + 40.0 * n for n in sizes))
     verification._budgets = Budgets(dict.fromkeys(range(1, 6), table))
+    rates = torch.tensor([1e6 / cost for cost in table.up_to(len(verification._steps_per_second) - 1)])
+    verification._steps_per_second.copy_(rates)
 
 
 def trace_of(count: int = 8) -> list[TraceRequest]:

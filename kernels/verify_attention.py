@@ -1,0 +1,162 @@
+"""Verification attention over the paged KV cache: a few query tokens a request, fused with norm, RoPE and KV store.
+
+What drafts and the token before them are to decode attention: each query sees its request's context, the queries before
+it and itself. How many queries a request has is read on the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from kernels.dispatch import check_tensors, resolve_form
+from kernels.head_rotation import HeadRotation
+from kernels.paged_attention import FEW_ROWS, LOG2_E, MAX_COUNTERS, decode_attention, num_splits
+from kernels.store_kv import check_qkv, store_kv
+from kernels.token_rows import token_rows
+from kernels.triton_support import can_launch_early, launch
+from kernels.verify_attention_triton import verify_attention_kernel
+
+MAX_QUERIES = 16
+_COMBINED = 8192
+"""Elements that the program which combines the parts of a context holds at once: 128 a thread of two warps."""
+
+
+def verify_attention(
+    # [t, (Hq + 2 Hk) * D]
+    qkv: torch.Tensor,
+    # [2 (K, V), num_blocks, block_size, Hk, D], changed in place
+    kv_cache: torch.Tensor,
+    # [r, B] i32
+    block_table: torch.Tensor,
+    # [r] i32, this step's tokens counted
+    seq_lens: torch.Tensor,
+    # [r + 1] i32: request i has the rows query_start_loc[i] : query_start_loc[i + 1]; none is fine
+    query_start_loc: torch.Tensor,
+    # [>= t] i64
+    slot_mapping: torch.Tensor,
+    rotation: HeadRotation | None = None,
+    *,
+    # no request has more queries; 1 .. MAX_QUERIES
+    max_query_len: int,
+    max_seq_len: int,
+    # i32 [MAX_COUNTERS], all zero, and again zero when the kernel has ended
+    counters: torch.Tensor | None = None,
+    start_early: bool = False,
+    form: str = "auto",
+) -> torch.Tensor:
+    """Rotate q and k, store K and V in their slots and attend causally; returns a new [t, Hq * D].
+
+    Rows behind the last request's give zeros. No request may read a slot that another one stores here. qkv may be
+    changed. `max_seq_len` is an upper bound of seq_lens that only the torch form needs. `start_early`: as in
+    `decode_attention`.
+
+    Raises:
+        ValueError: a wrong dtype, shape or form, or more queries than MAX_QUERIES.
+    """
+    num_heads, head_dim = check_qkv(qkv, kv_cache)
+    num_rows, num_reqs = qkv.shape[0], seq_lens.shape[0]
+    check_tensors(torch.int32, 1, 1, seq_lens=seq_lens)
+    check_tensors(torch.int32, 2, num_reqs, block_table=block_table)
+    check_tensors(torch.int32, 1, num_reqs + 1, query_start_loc=query_start_loc)
+    check_tensors(torch.int64, 1, num_rows, slot_mapping=slot_mapping)
+    if not 1 <= max_query_len <= MAX_QUERIES:
+        raise ValueError(f"max_query_len={max_query_len}: 1 to {MAX_QUERIES} queries a request are possible")
+    if rotation is not None:
+        rotation.check(num_rows, head_dim)
+    form = resolve_form(form, qkv)
+    if form in ("torch", "loop"):
+        store_kv(qkv, kv_cache, slot_mapping, rotation, form=form)
+        rows, seen = token_rows(query_start_loc, seq_lens, block_table, num_rows, form=form)
+        return decode_attention(qkv, kv_cache, rows, seen, None, max_seq_len=max_seq_len, form=form)
+    num_kv_heads = kv_cache.shape[3]
+    per_query = num_heads // num_kv_heads
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    tiles = _tiles(num_reqs, num_kv_heads, per_query, max_query_len, block_d)
+    out = qkv.new_empty(num_rows, num_heads * head_dim)
+    partial = statistics = None
+    if tiles.splits > 1:
+        shape = (num_reqs * tiles.groups * num_kv_heads * tiles.splits, tiles.block_m)
+        partial = torch.empty(*shape, block_d, dtype=torch.float32, device=qkv.device)
+        statistics = torch.empty(2, *shape, dtype=torch.float32, device=qkv.device)
+        if counters is None:
+            counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=qkv.device)
+    early = start_early and can_launch_early(form, qkv)
+    launch(
+        verify_attention_kernel,
+        (num_kv_heads * tiles.groups * tiles.splits, num_reqs),
+        qkv,
+        qkv.stride(0),
+        kv_cache,
+        kv_cache.stride(0),
+        block_table,
+        block_table.stride(0),
+        seq_lens,
+        query_start_loc,
+        slot_mapping,
+        rotation.positions if rotation else None,
+        rotation.cos_sin if rotation else None,
+        rotation.q_norm if rotation else None,
+        rotation.k_norm if rotation else None,
+        rotation.eps if rotation else 0.0,
+        head_dim**-0.5 * LOG2_E,
+        out,
+        partial,
+        statistics,
+        counters,
+        num_reqs,
+        num_rows,
+        form=form,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        pdl=early,
+        PDL=early,
+        UPCAST=form == "interpret",
+        QUERIES=tiles.queries,
+        GROUPS=tiles.groups,
+        PER_QUERY=per_query,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_SIZE=kv_cache.shape[2],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_Q=MAX_QUERIES,
+        SPLITS=tiles.splits,
+    )
+    return out
+
+
+class _Tiles(NamedTuple):
+    """A request's queries are shared by `groups` programs, its context by `splits`; `block_n` tokens a read."""
+
+    queries: int
+    groups: int
+    splits: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(num_reqs: int, num_kv_heads: int, per_query: int, max_query_len: int, block_d: int) -> _Tiles:
+    """The fastest of those measured on an H200.
+
+    With few requests what counts is how little a program has to do one after the other: 16 rows of heads, the least
+    that a matrix instruction takes. With many, how often a context is read.
+    """
+    # A power of two, so that there are few kernels.
+    queries = 1 << (max_query_len - 1).bit_length()
+    splits = num_splits(num_reqs, num_kv_heads)
+    if num_reqs <= FEW_ROWS:
+        own = min(max(16 // per_query, 1), queries)
+        block_m = max(16, 1 << (own * per_query - 1).bit_length())
+        splits = max(1, min(splits, _COMBINED // (block_m * block_d)))
+        return _Tiles(own, -(-queries // own), splits, block_m, 64, 2, 2)
+    block_m = max(16, 1 << (queries * per_query - 1).bit_length())
+    size = block_m * block_d
+    if size <= 1024:
+        return _Tiles(queries, 1, max(1, min(splits // 2, _COMBINED // 2 // size)), block_m, 32, 1, 3)
+    splits = max(1, min(splits // 4, _COMBINED // size))
+    if size <= 2048 and splits == 1:
+        return _Tiles(queries, 1, 1, block_m, 32, 1, 3)
+    return _Tiles(queries, 1, splits, block_m, 64, 4, 2)

@@ -1,0 +1,179 @@
+"""The Triton kernel of verify_attention.
+
+As in the kernel of decode_attention a program serves the query heads of one KV head over one part of one request's
+context, here those of several queries, so that a context is read once or twice however many drafts are verified.
+"""
+
+from kernels.head_rotation import rotation_factors
+from kernels.paged_attention_triton import combine_parts, tile_pointers, weigh
+from kernels.triton_support import tl, triton
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_rows"])
+def verify_attention_kernel(
+    qkv_ptr,
+    qkv_stride,
+    kv_cache_ptr,
+    value_offset,
+    block_table_ptr,
+    block_table_stride,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    slot_mapping_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    scale,
+    out_ptr,
+    partial_ptr,
+    statistics_ptr,
+    counters_ptr,
+    num_reqs,
+    num_rows,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """See the head of this file; the grid is (Hk * GROUPS * SPLITS, requests). A request's queries are served by GROUPS
+    programs, QUERIES each; row m of a block is head m % PER_QUERY of query m // PER_QUERY of a group."""
+    NUM_HEADS: tl.constexpr = PER_QUERY * NUM_KV_HEADS
+    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    STORED: tl.constexpr = kv_cache_ptr.dtype.element_ty
+    MULTIPLIED: tl.constexpr = tl.float32 if UPCAST else STORED
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    group = tl.program_id(0) // NUM_KV_HEADS % GROUPS
+    split = tl.program_id(0) // (NUM_KV_HEADS * GROUPS)
+    row = tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    d_inside = d < HEAD_DIM
+    # Before the wait: all that the step's embedding came after.
+    first = tl.load(query_start_loc_ptr + row).to(tl.int64)
+    queries = (tl.load(query_start_loc_ptr + row + 1) - first).to(tl.int32)
+    seq_len = tl.load(seq_lens_ptr + row)
+    m = tl.arange(0, BLOCK_M)
+    query = group * QUERIES + m // PER_QUERY
+    is_query = (m < QUERIES * PER_QUERY) & (query < queries)
+    q_table_ptr = cos_sin_ptr
+    if cos_sin_ptr is not None:
+        position = tl.load(positions_ptr + first + query, mask=is_query, other=0)
+        q_table_ptr = cos_sin_ptr + position[:, None] * HEAD_DIM
+    # The cache holds all but this step's tokens, which split 0 adds itself.
+    cached = tl.maximum(seq_len - queries, 0)
+    part = tl.cdiv(tl.cdiv(cached, SPLITS), BLOCK_N) * BLOCK_N
+    begin = split * part
+    end = tl.minimum(begin + part, cached)
+    key_ptr = kv_cache_ptr + kv_head * HEAD_DIM
+    blocks_ptr = block_table_ptr + row * block_table_stride
+    if SPLITS > 1:
+        ptr, inside = tile_pointers(key_ptr, blocks_ptr, begin, end, TOKEN, BLOCK_SIZE, BLOCK_N)
+        mask = inside[:, None] & d_inside[None, :]
+        first_k = tl.load(ptr + d[None, :], mask=mask, other=0.0)
+        first_v = tl.load(ptr + value_offset + d[None, :], mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head = kv_head * PER_QUERY + m % PER_QUERY
+    if split == 0:
+        # Zeros for the rows of no request, which are behind all others: a share for each request's programs.
+        owned = tl.load(query_start_loc_ptr + num_reqs)
+        is_own = m[:, None] < PER_QUERY
+        for idle in range(owned + tl.program_id(1), num_rows, num_reqs):
+            idle_ptr = out_ptr + idle * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
+            tl.store(idle_ptr, tl.zeros([BLOCK_M, BLOCK_D], STORED), mask=is_own & d_inside[None, :])
+    if queries <= group * QUERIES:
+        return
+    if (split > 0) & (begin >= end):
+        return
+    token = first + query
+    q_ptr = qkv_ptr + token[:, None] * qkv_stride + head[:, None] * HEAD_DIM
+    q = _rotated(q_ptr, is_query[:, None], q_table_ptr, d, d_inside, q_norm_ptr, eps, HEAD_DIM)
+    q = q.to(STORED).to(MULTIPLIED)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if split == 0:
+        n = tl.arange(0, BLOCK_Q)
+        is_new = n < queries
+        k_table_ptr = cos_sin_ptr
+        if cos_sin_ptr is not None:
+            k_table_ptr = cos_sin_ptr + tl.load(positions_ptr + first + n, mask=is_new, other=0)[:, None] * HEAD_DIM
+        slot = tl.load(slot_mapping_ptr + first + n, mask=is_new, other=-1)
+        new_ptr = qkv_ptr + (first + n)[:, None] * qkv_stride + (NUM_HEADS + kv_head) * HEAD_DIM
+        k = _rotated(new_ptr, is_new[:, None], k_table_ptr, d, d_inside, k_norm_ptr, eps, HEAD_DIM).to(STORED)
+        v = tl.load(new_ptr + TOKEN + d[None, :], mask=is_new[:, None] & d_inside[None, :], other=0.0)
+        store_ptr = key_ptr + slot[:, None] * TOKEN + d[None, :]
+        # One group stores. A block of them: the interpreter cannot spread a boolean scalar over a block.
+        has_slot = ((slot >= 0) & (group + n * 0 == 0))[:, None] & d_inside[None, :]
+        tl.store(store_ptr, k, mask=has_slot)
+        tl.store(store_ptr + value_offset, v, mask=has_slot)
+        # A query sees itself and those before it. Rows of no query see the first key: none may be without any.
+        seen = (n[None, :] <= query[:, None]) & is_new[None, :]
+        weights, shrink, best, total = weigh(q, k, seen, scale, best, total, MULTIPLIED)
+        weights = weights.to(STORED).to(MULTIPLIED)
+        acc = tl.dot(weights, v.to(MULTIPLIED), acc, input_precision="ieee")
+    if SPLITS > 1:
+        if begin < end:
+            weights, shrink, best, total = weigh(q, first_k, inside[None, :], scale, best, total, MULTIPLIED)
+            weights = weights.to(STORED).to(MULTIPLIED)
+            acc = tl.dot(weights, first_v.to(MULTIPLIED), acc * shrink[:, None], input_precision="ieee")
+        begin += BLOCK_N
+    for start in tl.range(begin, end, BLOCK_N):
+        ptr, inside = tile_pointers(key_ptr, blocks_ptr, start, end, TOKEN, BLOCK_SIZE, BLOCK_N)
+        mask = inside[:, None] & d_inside[None, :]
+        k = tl.load(ptr + d[None, :], mask=mask, other=0.0)
+        weights, shrink, best, total = weigh(q, k, inside[None, :], scale, best, total, MULTIPLIED)
+        v = tl.load(ptr + value_offset + d[None, :], mask=mask, other=0.0)
+        weights = weights.to(STORED).to(MULTIPLIED)
+        acc = tl.dot(weights, v.to(MULTIPLIED), acc * shrink[:, None], input_precision="ieee")
+    out_ptr += token[:, None] * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
+    inside_out = is_query[:, None] & d_inside[None, :]
+    if SPLITS == 1:
+        tl.store(out_ptr, (acc / total[:, None]).to(STORED), mask=inside_out)
+    else:
+        pair = (row * GROUPS + group) * NUM_KV_HEADS + kv_head
+        at = (pair * SPLITS + split) * BLOCK_M + m
+        l_ptr = statistics_ptr + num_reqs.to(tl.int64) * (GROUPS * NUM_KV_HEADS * SPLITS * BLOCK_M)
+        tl.store(partial_ptr + at[:, None] * BLOCK_D + d[None, :], acc)
+        tl.store(statistics_ptr + at, best)
+        tl.store(l_ptr + at, total)
+        # All threads' stores come before the one thread's release.
+        tl.debug_barrier()
+        used = tl.maximum(tl.cdiv(cached, tl.maximum(part, 1)), 1)
+        if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
+            tl.store(counters_ptr + pair, 0)
+            first_part = pair * SPLITS * BLOCK_M
+            y = combine_parts(partial_ptr, statistics_ptr, l_ptr, first_part, used, d, BLOCK_M, BLOCK_D, SPLITS)
+            tl.store(out_ptr, y.to(STORED), mask=inside_out)
+
+
+@triton.jit
+def _rotated(head_ptr, inside, table_ptr, d, d_inside, norm_ptr, eps, HEAD_DIM: tl.constexpr):
+    # Heads [M, D] f32 after norm and RoPE, each row turned by its own angles; pointers [M, 1].
+    half: tl.constexpr = HEAD_DIM // 2
+    is_low = d < half
+    mask = inside & d_inside[None, :]
+    own, cross = rotation_factors(d, d_inside, norm_ptr, None, HEAD_DIM)
+    x = tl.load(head_ptr + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = x * own[None, :]
+    if table_ptr is not None:
+        angle_ptr = table_ptr + tl.where(is_low, d, d - half)[None, :]
+        cos = tl.load(angle_ptr, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(angle_ptr + half, mask=mask, other=0.0).to(tl.float32)
+        partner = tl.load(head_ptr + tl.where(is_low, d + half, d - half)[None, :], mask=mask, other=0.0)
+        turned = partner.to(tl.float32) * cross[None, :] * sin
+        y = y * cos + tl.where(is_low[None, :], -turned, turned)
+    if norm_ptr is not None:
+        y *= 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+    return y
