@@ -8,13 +8,13 @@ import math
 import torch
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.gumbel_triton import chunk_kernel, reduce_kernel
+from kernels.gumbel_triton import chunk_kernel
 from kernels.noise import LANES, MIN_UNIFORM, Purpose, gumbel_noise, log_exponential, word_of
-from kernels.triton_support import can_launch_early, launch
+from kernels.triton_support import launch
 
 # Of chunk_kernel: 16 logits a thread and step. Further steps share what a program does once, while there are programs
-# enough: four of 64 registers a thread fit on each of an H200's 132 SMs, so that 1,024 are nearly two whole waves.
-_TILES, _WARPS, _REGISTERS, _PROGRAMS = 4, 8, 64, 1024
+# enough: four of 64 registers a thread fit on each of an H200's 132 SMs, so that 2,048 are nearly four whole waves.
+_TILES, _WARPS, _REGISTERS, _PROGRAMS = 4, 8, 64, 2048
 
 
 def gumbel_sample(
@@ -32,6 +32,8 @@ def gumbel_sample(
     purpose: int,
     all_greedy: bool = False,
     apply_temperature: bool = False,
+    # i32 [>= l], all zero, and again zero when the kernel has ended
+    counters: torch.Tensor | None = None,
     form: str = "auto",
 ) -> torch.Tensor:
     """Draw one token id for each row of logits, with probability softmax(logits / temperature).
@@ -74,7 +76,9 @@ def gumbel_sample(
     steps_of_row = -(-logits.shape[1] // (4 * LANES * _TILES))
     steps = max(-(-num_logits * steps_of_row // _PROGRAMS), 1)
     num_chunks = -(-steps_of_row // steps)
-    pdl = can_launch_early(form, logits)
+    if counters is None:
+        counters = torch.zeros(num_logits, dtype=torch.int32, device=logits.device)
+    check_tensors(torch.int32, 1, num_logits, counters=counters)
     chunk_max = torch.empty(num_logits, num_chunks, dtype=torch.float32, device=logits.device)
     chunk_argmax = torch.empty(num_logits, num_chunks, dtype=torch.int64, device=logits.device)
     launch(
@@ -91,6 +95,8 @@ def gumbel_sample(
         steps,
         chunk_max,
         chunk_argmax,
+        counters,
+        sampled,
         form=form,
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
@@ -99,20 +105,7 @@ def gumbel_sample(
         MIN_UNIFORM=MIN_UNIFORM,
         LANES=LANES,
         TILES=_TILES,
-        PDL=pdl,
-    )
-    launch(
-        reduce_kernel,
-        (num_logits,),
-        chunk_max,
-        chunk_argmax,
-        num_chunks,
-        sampled,
-        form=form,
-        num_warps=1,
-        pdl=pdl,
-        PDL=pdl,
-        BLOCK=1 << (num_chunks - 1).bit_length(),
+        CHUNKS=1 << (num_chunks - 1).bit_length(),
     )
     return sampled
 

@@ -21,21 +21,22 @@ def chunk_kernel(
     steps,
     chunk_max_ptr,
     chunk_argmax_ptr,
+    counters_ptr,
+    sampled_ptr,
     ALL_GREEDY: tl.constexpr,
     APPLY_TEMPERATURE: tl.constexpr,
     MIN_UNIFORM: tl.constexpr,
     LANES: tl.constexpr,
     TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """The best of steps * TILES tiles of a row. What a choice hangs on is rounded the same whatever `steps` is.
+    """The best of steps * TILES tiles of a row; of a row's programs the one that ends last finds the best chunk, the
+    first of several. What a choice hangs on is rounded the same whatever `steps` is.
 
     Most scores are only bounded: E >= u, so that logit - scale * log u is no less than the score and costs half of it.
     Of each lane the four tokens of a counter with the largest bound are then scored; should another bound of a lane
     exceed the best of these scores, which is rare, all are scored. So a choice is exact.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride
@@ -86,9 +87,20 @@ def chunk_kernel(
                 )  # fmt: skip
             chunk_max = tl.max(top, axis=0)
     chunk_argmax = tl.min(tl.where(top == chunk_max, top_token, 2147483647), axis=0)
-    out = row * tl.num_programs(1) + chunk
-    tl.store(chunk_max_ptr + out, chunk_max)
-    tl.store(chunk_argmax_ptr + out, chunk_argmax.to(tl.int64))
+    num_chunks = tl.num_programs(1)
+    chunk_max_ptr += row * num_chunks
+    chunk_argmax_ptr += row * num_chunks
+    tl.store(chunk_max_ptr + chunk, chunk_max)
+    tl.store(chunk_argmax_ptr + chunk, chunk_argmax.to(tl.int64))
+    # All stores come before the one thread's release.
+    tl.debug_barrier()
+    if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == num_chunks - 1:
+        tl.store(counters_ptr + row, 0)
+        i = tl.arange(0, CHUNKS)
+        of_chunk = tl.load(chunk_max_ptr + i, mask=i < num_chunks, other=float("-inf"))
+        token = tl.load(chunk_argmax_ptr + i, mask=i < num_chunks, other=9223372036854775807)
+        is_best = of_chunk == tl.max(of_chunk, axis=0)
+        tl.store(sampled_ptr + row, tl.min(tl.where(is_best, token, 9223372036854775807), axis=0))
 
 
 @triton.jit
@@ -152,18 +164,3 @@ def _better(
     word = tl.where(x0 == of_four, 0, tl.where(x1 == of_four, LANES, tl.where(x2 == of_four, 2 * LANES, 3 * LANES)))
     best_token = tl.where(of_four > best, token + word, best_token)
     return tl.maximum(best, of_four), best_token
-
-
-@triton.jit
-def reduce_kernel(
-    chunk_max_ptr, chunk_argmax_ptr, num_chunks, sampled_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """The best chunk of a row, the first of several."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, BLOCK)
-    mask = chunk < num_chunks
-    best = tl.load(chunk_max_ptr + row * num_chunks + chunk, mask=mask, other=float("-inf"))
-    token = tl.load(chunk_argmax_ptr + row * num_chunks + chunk, mask=mask, other=9223372036854775807)
-    tl.store(sampled_ptr + row, tl.min(tl.where(best == tl.max(best, axis=0), token, 9223372036854775807), axis=0))

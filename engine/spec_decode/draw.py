@@ -18,6 +18,7 @@ class DraftSampler:
         self, method: str, num_rows: int, num_drafts: int, vocab_size: int, device: torch.device, form: str
     ) -> None:
         self._form = form
+        self._counters = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.logits: torch.Tensor | None = None
         if method == "probabilistic":
             self.logits = torch.zeros(num_rows, num_drafts, vocab_size, dtype=torch.float32, device=device)
@@ -29,7 +30,7 @@ class DraftSampler:
         if self.logits is None:
             return gumbel_sample(
                 logits, step.idx_mapping, rows.temperature, rows.seeds, positions, purpose=Purpose.DRAFT,
-                all_greedy=True, form=self._form,
+                all_greedy=True, counters=self._counters, form=self._form,
             )  # fmt: skip
         apply_temperature(logits, step.idx_mapping, rows.temperature, form=self._form)
         self.logits[:, index].index_copy_(0, step.idx_mapping.clamp(min=0).long(), logits)
@@ -41,7 +42,7 @@ class DraftSampler:
         rows = step.rows
         return gumbel_sample(
             logits, step.idx_mapping, rows.temperature, rows.seeds, noise_positions, purpose=Purpose.DRAFT,
-            form=self._form,
+            counters=self._counters, form=self._form,
         )  # fmt: skip
 
     def kept(self, step: FinishedStep) -> KeptLogits:

@@ -23,7 +23,7 @@ BEFORE = (I32, "i32", F32, I32, "i32")  # anchors, and the best of each tile of 
 SCORE = (*BEFORE, F32, BF16, BF16, BF16, BF16, "i32", "i32", BF16, BF16, BF16, F32, I64, "i32", "i32", "i32", "i32")
 SCORE_TILES = {"BLOCK_T": 32, "BLOCK_D": 256, "UPCAST": False, "PDL": True}
 LATENT = {"RANK": 32, "BLOCK_J": 32, "BLOCK_K": 32, "BLOCK_T": 256, "PDL": True}
-GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", "i32", F32, I64)
+GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", "i32", F32, I64, I32, I64)
 # (file, kernel, types of the run-time arguments, constexprs)
 KERNELS = [
     ("staged_write", "_apply_write_kernel", (I32, "i32", I32, I32, I32, I32), {"BLOCK": 1024}),
@@ -67,12 +67,11 @@ KERNELS = [
                 "MIN_UNIFORM": 2.0**-32,
                 "LANES": 256,
                 "TILES": 4,
-                "PDL": scale,
+                "CHUNKS": 8,
             },
         )
         for greedy, scale in ((False, False), (False, True), (True, False))
     ],
-    ("gumbel_triton", "reduce_kernel", (F32, I64, "i32", I64), {"BLOCK": 64, "PDL": True}),
     (
         "logit_bias",
         "_logit_bias_kernel",

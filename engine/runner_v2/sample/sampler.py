@@ -102,6 +102,7 @@ class Sampler:
         self.form = form
         # Without drafts every row is its request's first: [R] i32 of zeros, never written.
         self._zeros = device.zeros(num_rows, dtype=torch.int32)
+        self._counters = device.zeros(num_rows, dtype=torch.int32)
 
     def add_request(self, row: int, new: NewRequestData) -> None:
         params = new.sampling_params
@@ -221,5 +222,5 @@ class Sampler:
             )  # fmt: skip
         return gumbel_sample(
             logits, rows.idx_mapping, *draw, purpose=Purpose.SAMPLE, all_greedy=plan.all_greedy,
-            apply_temperature=True, form=self.form,
+            apply_temperature=True, counters=self._counters, form=self.form,
         )  # fmt: skip
