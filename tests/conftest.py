@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Two cores are what the project promises to be quick on; more would only hide a slow test.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_count() or 1)))
+NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_count() or 1))
+torch.set_num_threads(NUM_THREADS)
 
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("local", **_COMMON)
@@ -20,7 +21,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test marked `gpu` needs a CUDA device."""
+    """A test has the threads that are meant for it, and one that is marked `gpu` needs a CUDA device.
+
+    `runnerscope bench` sets the process's threads. Left at two in each of two workers on two cores, they wait for each
+    other: what came behind such a test in its worker took up to sixty times as long.
+    """
+    torch.set_num_threads(NUM_THREADS)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; this torch sees none")
 
