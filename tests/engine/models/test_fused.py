@@ -10,6 +10,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.models import load_model
 from engine.models.decoder import CausalLM
 from engine.models.fused import fused_forward, fused_logits
+from kernels import paged_attention
 from tests.engine.attention.batches import make_batch
 
 NAMES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
@@ -47,7 +48,9 @@ def logits_of(model: CausalLM, attention: TritonAttention | None, steps: tuple[l
         *[pytest.param("triton", name, marks=pytest.mark.gpu) for name in NAMES],
     ],
 )
-def test_equals_the_layers(form: str, name: str, steps: str) -> None:
+def test_equals_the_layers(form: str, name: str, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "interpret":  # of 32 programs a context, nearly all would find nothing to read in contexts this short
+        monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)
     device = torch.device("cuda" if form == "triton" else "cpu")
     model = load_model(name, dtype=torch.float32, device=device, load_format="dummy", skip_tokenizer_init=True).model
     model.triton_attention = None
