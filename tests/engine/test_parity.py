@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from engine import LLM, RequestOutput
-from engine.models import LoadedModel, load_model, read_checkpoint
+from engine.models import LoadedModel, load_model
 from tests.engine.engine_helpers import (
     TraceRequest,
     assert_empty,
@@ -22,12 +23,12 @@ from tests.engine.engine_helpers import (
     run_trace,
     tokens_of,
 )
+from tests.engine.greedy_answers import GOLDEN, NUM_TOKENS, prompts_of, reference_model
 from tests.engine.hf_reference import hf_logits
 from tests.engine.prompts import CHATS, TEXTS
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 48
 TIE = 1e-4
 """Two logits that are closer than this are tied: rounding decides, and either token is right."""
 MAX_TIED_PROMPTS = 2
@@ -68,41 +69,12 @@ def loaded(smollm2: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path, loaded: LoadedModel) -> Reference:
-    """The checkpoint read a second time, straight into transformers: the engine's loader is held to it as well."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    checkpoint = read_checkpoint(smollm2)
-    config = AutoConfig.for_model(**checkpoint.config.to_hf())
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
-    state = {name: tensor.float() for name, tensor in checkpoint.tensors()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    tokenizer = loaded.tokenizer
-    assert tokenizer is not None
-    prompts = [tokenizer.encode(text) for text in TEXTS]
-    prompts += [tokenizer.encode(tokenizer.apply_chat_template(chat), add_special_tokens=False) for chat in CHATS]
+    """The checkpoint read a second time, by transformers, and what its generate said of it. The first test below has
+    the model vouch for every token."""
+    assert loaded.tokenizer is not None
+    prompts = prompts_of(loaded.tokenizer)
     assert len(prompts) >= 24 and max(map(len, prompts)) >= 200 and min(map(len, prompts)) == 1
-    return Reference(model, prompts, _generate(model, prompts))
-
-
-@torch.inference_mode()
-def _generate(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' generate, left-padded in batches of like lengths; that padding changes nothing is checked below."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for begin in range(0, len(order), 10):
-        batch = order[begin : begin + 10]
-        width = max(len(prompts[i]) for i in batch)
-        input_ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in batch])
-        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
-        out = model.generate(
-            input_ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        for i, row in zip(batch, out[:, width:].tolist(), strict=True):
-            answers[i] = row
-    return answers
+    return Reference(reference_model(smollm2), prompts, json.loads(GOLDEN.read_text()))
 
 
 @pytest.fixture
@@ -123,7 +95,10 @@ def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Any]
 
 
 def test_the_reference_is_its_own_truth(reference: Reference) -> None:
-    """Each of its tokens is the best of an unpadded pass over the whole answer, up to a tie."""
+    """Each of its tokens is the best of an unpadded pass over the whole answer, up to a tie. So the answers are greedy
+    ones of this model, wherever they came from."""
+    assert len(reference.answers) == len(reference.prompts)
+    assert all(len(answer) == NUM_TOKENS for answer in reference.answers)
     for index, (prompt, answer) in enumerate(zip(reference.prompts, reference.answers, strict=True)):
         logits = hf_logits(reference.model, [*prompt, *answer])[len(prompt) - 1 : -1]
         best = logits.max(dim=-1).values
