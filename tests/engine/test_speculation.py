@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine import LLM, ConfigError, SamplingParams
 from engine.hooks import DraftProposed, Event
+from engine.models import LoadedModel, load_model
 from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
 from tests.engine.engine_helpers import (
     LOOPS,
@@ -188,9 +189,14 @@ def test_sampled_answers_do_not_depend_on_row_or_neighbours(loop: str) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.fixture(scope="module")
+def default_model(smollm2: Path) -> LoadedModel:
+    return load_model(smollm2, dtype=torch.float32, device=torch.device("cpu"))
+
+
 @pytest.mark.slow
 @both_loops
-def test_a_request_with_a_grammar_has_drafts_beside_a_free_one(loop: str, smollm2: Path) -> None:
+def test_a_request_with_a_grammar_has_drafts_beside_a_free_one(loop: str, default_model: LoadedModel) -> None:
     prompts = ["one two three four five " * 6 + "one two"] * 2
     params = [
         SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "( (one|two|four|six))+"}),
@@ -198,7 +204,7 @@ def test_a_request_with_a_grammar_has_drafts_beside_a_free_one(loop: str, smollm
     ]
     answers = []
     for spec in ({}, ngram(4)):
-        with smollm2_llm(smollm2, loop, spec) as llm:
+        with smollm2_llm(default_model, loop, spec) as llm:
             answers.append(llm.generate(prompts, params, use_tqdm=False))
             assert set(llm.core.device.waits.inside_step) == ({"drafts"} if spec else set())
     assert [o.outputs[0].text for o in answers[0]] == [o.outputs[0].text for o in answers[1]]
@@ -208,8 +214,8 @@ def test_a_request_with_a_grammar_has_drafts_beside_a_free_one(loop: str, smollm
 
 
 @contextmanager
-def smollm2_llm(path: Path, loop: str, spec: dict[str, Any]) -> Iterator[LLM]:
-    llm = LLM(str(path), dtype="float32", max_model_len=128, async_scheduling=loop == "overlapped", **spec)
+def smollm2_llm(loaded: LoadedModel, loop: str, spec: dict[str, Any]) -> Iterator[LLM]:
+    llm = LLM(loaded=loaded, max_model_len=128, async_scheduling=loop == "overlapped", **spec)
     try:
         yield llm
     finally:
