@@ -15,6 +15,7 @@ import torch
 from engine.dspark.schedule import early_stop_lengths, fixed_lengths, survival, threshold_lengths, top_budget_lengths
 from engine.dspark.target import prefill_with_hidden
 from engine.spec_decode import DraftSampler
+from kernels import noise
 from kernels.rejection import DraftedBatch, rejection_sample
 from tests.engine.dspark.golden import golden
 from tests.engine.dspark.paged import PagedLoop, Request
@@ -22,6 +23,11 @@ from tests.engine.dspark.paged import PagedLoop, Request
 REQUESTS, BATCHES, K, TEMPERATURE = 10_000, 10, 2, 2.5
 WARM, ROWS = torch.full((REQUESTS,), TEMPERATURE), torch.arange(REQUESTS, dtype=torch.int32)
 Schedule = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "LANES", 64)  # 256 tokens need no tile of 1,024
 
 
 @cache
