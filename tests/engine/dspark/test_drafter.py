@@ -19,6 +19,7 @@ from engine.dspark.drafter import DSparkDrafter
 from engine.dspark.target import prefill_with_hidden
 from engine.models import load_model
 from engine.spec_decode import NO_DRAFT
+from kernels import paged_attention
 from kernels.paged_attention_triton import decode_attention_kernel
 from kernels.triton_support import triton
 from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
@@ -27,6 +28,12 @@ from tests.engine.dspark.paged import BLOCK_SIZE, MAX_LEN, PagedLoop, Request
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 interpreted programs a context, nearly all would find nothing to read in contexts this short."""
+    monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)
 
 
 def loop_of(given: Golden, form: str = "torch", **kwargs: object) -> PagedLoop:
