@@ -126,6 +126,7 @@ class StepGraphs:
                 self._outputs[size, plan] = outputs = OutputTurns(self._runner.device.torch_device)
                 self._pool.capture((size, plan), partial(partial, _step, work, plan, size.is_mixed, outputs))
                 outputs.start()
+        self._runner.block_tables.capture(self._pool)
         if self._runner.device.is_cuda:
             torch.cuda.synchronize(self._runner.device.torch_device)
         self.seconds = time.monotonic() - begin
