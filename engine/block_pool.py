@@ -66,12 +66,12 @@ class BlockPool:
         """Takes `num` blocks from the front of the free queue, one reference each, and forgets what they had cached."""
         if num > len(self._free):
             raise ValueError(f"{num} blocks asked for, {len(self._free)} are free")
-        block_ids = []
-        for _ in range(num):
-            block_id, _unused = self._free.popitem(last=False)
-            self._unpublish(self.blocks[block_id])
-            self.blocks[block_id].ref_cnt = 1
-            block_ids.append(block_id)
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(num)]
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            block.ref_cnt = 1
+            if block.prefix is not None:
+                self._unpublish(block, block.prefix)
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -123,10 +123,7 @@ class BlockPool:
             block.prefix = None
         return True
 
-    def _unpublish(self, block: KVCacheBlock) -> None:
-        prefix = block.prefix
-        if prefix is None:
-            return
+    def _unpublish(self, block: KVCacheBlock, prefix: CachedPrefix) -> None:
         block.prefix = None
         prefix.block_ids.remove(block.block_id)
         if not prefix.block_ids:
