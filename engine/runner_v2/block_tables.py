@@ -45,7 +45,7 @@ class BlockTables:
         self.block_table.stage(row, 0, block_ids)
         self.num_blocks.set(row, len(block_ids))
 
-    def append_block_ids(self, rows: list[int], block_ids: list[Sequence[int]]) -> None:
+    def append_block_ids(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
         """Stages some blocks behind those of each of `rows`, which are different ones; once a step at the most."""
         if not self.num_blocks.append(rows, block_ids):
             for row, own in zip(rows, block_ids, strict=True):

@@ -16,33 +16,33 @@ from ..device import Device
 from ..graphs import GraphPool
 
 _CELLS_A_ROW = 2
-"""Room for the cells that a step appends, on average."""
+"""Room for what a step appends, on average."""
 
 
 class RowEnds:
     """Where each row of `table`, i32 [R, C] on the device, ends: `np` and `gpu`, i32 [R], the host's and the device's;
-    and what the host appends there.
+    and what the host appends there. The table's last row is nobody's.
 
-    A step's pieces and all ends travel in one copy, through a ring as deep as the steps in flight, to an address that
+    A step's cells and all ends travel in one copy, through a ring as deep as the steps in flight, to an address that
     stays. So the write itself (kernel 1) can be captured: on a GPU's host its launch would cost as much as the rest of
-    a step that gives some requests a block.
+    a step that gives some requests a block. A captured write has as many cells as there is room for; those that the
+    step doesn't need are zeros in the last row.
     """
 
     def __init__(self, device: Device, table: torch.Tensor, ring_depth: int, form: str) -> None:
         self._device, self._table, self._form = device, table, form
-        rows = table.shape[0]
+        rows, self._room = table.shape[0], _CELLS_A_ROW * table.shape[0]
         self.np: np.ndarray = np.zeros(rows, dtype=np.int32)
-        # ends [R], rows [R], starts [R], cumulative lengths [R + 1], contents
-        sizes = (rows, rows, rows, rows + 1, _CELLS_A_ROW * rows)
-        self._sent = device.zeros(sum(sizes), dtype=torch.int32)
-        self.gpu, *self._pieces = self._sent.split(sizes)
-        buffers = [device.empty_host((sum(sizes),), torch.int32) for _ in range(ring_depth)]
-        self._ring = [(buffer, np.split(buffer.numpy(), np.cumsum(sizes[:-1]))) for buffer in buffers]
+        # ends [R]; of each cell its row, its column and what is written there: [3, cells]
+        self._sent = device.zeros(rows + 3 * self._room, dtype=torch.int32)
+        self.gpu, self._cells = self._sent[:rows], self._sent[rows:].view(3, self._room)
+        self._every_one = torch.arange(self._room + 1, dtype=torch.int32, device=table.device)
+        self._no_cell = np.array([[rows - 1], [0], [0]], dtype=np.int32)
+        buffers = [device.empty_host((rows + 3 * self._room,), torch.int32) for _ in range(ring_depth)]
+        self._ring = [(host, array[:rows], array[rows:].reshape(3, -1)) for host in buffers for array in [host.numpy()]]
         self._next = 0
         self._moved = False
-        self._rows: list[int] = []
-        self._starts: np.ndarray = np.empty(0, dtype=np.int32)
-        self._values: list[Sequence[int]] = []
+        self._appended: tuple[Sequence[int] | np.ndarray, ...] = ((), (), ())
         self._replay: Callable[[], object] | None = None
 
     def set(self, row: int, end: int) -> None:
@@ -50,22 +50,30 @@ class RowEnds:
         self.np[row] = end
         self._moved = True
 
-    def append(self, rows: list[int], values: list[Sequence[int]]) -> bool:
+    def append(self, rows: Sequence[int], values: Sequence[Sequence[int]]) -> bool:
         """Will write some `values` behind each of `rows`, which are different ones, and moves their ends. Once a step
         at the most. False, with nothing changed, if there is no room for so many values."""
-        lengths = list(map(len, values))
-        if sum(lengths) > _CELLS_A_ROW * len(self.np):
+        cells, at = list(chain.from_iterable(values)), np.array(rows)
+        if len(cells) > self._room:
             return False
-        self._rows, self._values, self._starts = rows, values, self.np[rows]
-        self.np[rows] = self._starts + lengths
+        starts = self.np[at]
+        if len(cells) == len(at):
+            self.np[at] = starts + 1
+            self._appended = rows, starts, cells
+        else:
+            lengths = list(map(len, values))
+            self.np[at] = starts + lengths
+            columns = starts.repeat(lengths) + list(chain.from_iterable(map(range, lengths)))
+            self._appended = at.repeat(lengths), columns, cells
         self._moved = True
         return True
 
     def capture(self, pool: GraphPool) -> None:
-        """Waits for the device. Before the first step: nothing is written then."""
+        """Waits for the device. Before the first step."""
         if resolve_form(self._form, self._table) == "triton":
-            key = "write rows' ends"
-            pool.capture(key, lambda: partial(apply_write, self._table, *self._pieces, form=self._form))
+            self._cells[0] = len(self.np) - 1
+            key = "append to rows"
+            pool.capture(key, lambda: partial(self._launch, self._room))
             self._replay = partial(pool.replay, key)
 
     def apply(self, name: str) -> bool:
@@ -74,27 +82,22 @@ class RowEnds:
             return False
         self._moved = False
         self._next = (self._next + 1) % len(self._ring)
-        buffer, (ends, rows, starts, cumulative, contents) = self._ring[self._next]
+        host, ends, cells = self._ring[self._next]
+        count = len(self._appended[0])
         ends[:] = self.np
-        count = len(self._rows)
-        rows[:count] = self._rows
-        starts[:count] = self._starts
-        values = list(chain.from_iterable(self._values))
-        contents[: len(values)] = values
-        np.cumsum(list(map(len, self._values)), out=cumulative[1 : count + 1])
-        cumulative[count + 1 :] = len(values)  # no write: a captured one goes over R of them
-        self._rows, self._starts, self._values = [], self._starts[:0], []
-        self._device.compute.submit(name, self._write, buffer, count, len(values))
+        cells[:, :count] = self._appended
+        cells[:, count:] = self._no_cell
+        self._appended = ((), (), ())
+        self._device.compute.submit(name, self._write, host, count)
         return True
 
-    def _write(self, buffer: torch.Tensor, count: int, num_values: int) -> None:
-        self._sent.copy_(buffer, non_blocking=True)
-        if not count:
-            return
-        if self._replay is not None:
+    def _write(self, host: torch.Tensor, count: int) -> None:
+        self._sent.copy_(host, non_blocking=True)
+        if self._replay is not None and count:
             self._replay()
-            return
-        rows, starts, cumulative, contents = self._pieces
-        apply_write(
-            self._table, rows[:count], starts[:count], cumulative[: count + 1], contents[:num_values], form=self._form
-        )
+        elif count:
+            self._launch(count)
+
+    def _launch(self, count: int) -> None:
+        rows, columns, values = self._cells[:, :count]
+        apply_write(self._table, rows, columns, self._every_one[: count + 1], values, form=self._form)

@@ -90,13 +90,13 @@ class RunAgain:
 def test_rows_grow_by_what_each_step_in_flight_appends(
     device: Device, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = torch.zeros(4, 24, dtype=torch.int32)
+    table = torch.zeros(5, 24, dtype=torch.int32)
     ends = RowEnds(device, table, STEPS_IN_FLIGHT, "interpret" if captured else "torch")
     address, pool = ends.gpu.data_ptr(), RunAgain()
     if captured:
         monkeypatch.setattr(row_ends, "resolve_form", lambda form, tensor: "triton")
         ends.capture(pool)
-    expected, drawn = [[0] * 24 for _ in range(4)], np.random.default_rng(0)
+    expected, drawn = [[0] * 24 for _ in range(5)], np.random.default_rng(0)
     for step in range(8):
         rows = drawn.permutation(4)[: 1 + step % 4].tolist()
         pieces = [drawn.integers(1, 99, drawn.integers(1, 3)).tolist() for _ in rows]
@@ -112,14 +112,14 @@ def test_rows_grow_by_what_each_step_in_flight_appends(
 
 
 def test_rows_end_where_they_are_set_and_too_much_at_once_is_refused(device: Device) -> None:
-    table = torch.zeros(2, 9, dtype=torch.int32)
+    table = torch.zeros(3, 9, dtype=torch.int32)
     ends = RowEnds(device, table, STEPS_IN_FLIGHT, "torch")
     ends.set(1, 3)
-    assert ends.append([0, 1], [[1], [2, 3, 4]]), "four cells are two a row"
+    assert ends.append([0, 1], [[1], [2, 3, 4, 5, 6]]), "six cells are two a row"
     assert ends.apply("write")
     device.drain()
-    assert ends.gpu.tolist() == [1, 6] and table.tolist() == [[1, *[0] * 8], [0, 0, 0, 2, 3, 4, 0, 0, 0]]
-    assert not ends.append([0], [[5] * 5]) and not ends.apply("write") and ends.np.tolist() == [1, 6]
+    assert ends.gpu.tolist() == [1, 8, 0] and table[:2].tolist() == [[1, *[0] * 8], [0, 0, 0, 2, 3, 4, 5, 6, 0]]
+    assert not ends.append([0], [[5] * 7]) and not ends.apply("write") and ends.np.tolist() == [1, 8, 0]
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 7])
