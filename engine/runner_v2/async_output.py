@@ -37,13 +37,18 @@ class HostBuffers:
         self.tokens = device.empty_host((size,), torch.int64)
         self.tokens_np: np.ndarray = self.tokens.numpy()
         self._others: dict[str, torch.Tensor] = {}
+        self._last: dict[str, torch.Tensor] = {}
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the shape and type of `tensor`, in the memory that the last one of this name had if it fits."""
+        last = self._last.get(name)
+        if last is not None and last.shape == tensor.shape and last.dtype == tensor.dtype:
+            return last
         buffer = self._others.get(name)
         if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
             buffer = self._others[name] = self._device.empty_host((tensor.numel(),), tensor.dtype)
-        return buffer[: tensor.numel()].view(tensor.shape)
+        self._last[name] = shaped = buffer[: tensor.numel()].view(tensor.shape)
+        return shaped
 
 
 class HostRing:

@@ -394,8 +394,9 @@ class ModelRunnerV2:
         if before_last is not None:
             # A replay writes its output where the one before the last of its size did.
             before_last.let_overwrite()
-        self.device.compute.submit(f"graph of {graph}", replay)
-        self._launched(f"graph of {graph}")
+        name = f"graph of {graph}"
+        self.device.compute.submit(name, replay)
+        self._launched(name)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
