@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .block_turns import BlockTurns
 from .hooks import RequestPreempted
 from .request import Request, RequestStatus
 from .request_books import RequestBooks
-from .step_plan import StepPlan
+from .step_plan import ScheduledBatch, StepPlan
 
 
 class BlockGiving(RequestBooks):
     """All who need blocks get them at once; one by one only where there are not enough for all."""
+
+    _turns: BlockTurns | None = None
+    """Of the steps from now on that are like the last one, once there was one."""
 
     def _give_blocks(
         self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray
@@ -67,18 +71,34 @@ class BlockGiving(RequestBooks):
     def _add_blocks(self, plan: StepPlan, rows: np.ndarray, left: np.ndarray) -> bool:
         """Gives `rows` blocks until none of `left` i64, slots left of each, is below 0, and counts them there. False,
         with nothing changed, if there are not enough blocks for all."""
-        short = left < 0
-        if not np.count_nonzero(short):
+        short = np.flatnonzero(left < 0)
+        if not len(short):
             return True
-        block_size, needy = self.config.block_size, rows[short]
-        num_blocks = -(left[short] // block_size)
+        block_size, missing, needy = self.config.block_size, left[short], rows[short]
+        num_blocks = -(missing // block_size)
         ids = [self._request(row).request_id for row in needy.tolist()]
         block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
         if block_ids is None:
             return False
         plan.new_block_ids.update(zip(ids, block_ids, strict=True))
-        left[short] += num_blocks * block_size
-        self.table.num_slots[needy] += num_blocks * block_size
+        added = num_blocks * block_size
+        left[short] = missing + added
+        self.table.num_slots[needy] += added
+        return True
+
+    def _give_turn(self, plan: StepPlan, batch: ScheduledBatch) -> bool:
+        """`_add_blocks` for steps in which each of `batch` decodes one token again."""
+        block_size = self.config.block_size
+        if self._turns is None:
+            self._turns = BlockTurns(batch, self._slots_left(batch.at, batch.num_tokens), block_size)
+        rows, ids = self._turns.next()
+        if not ids:
+            return True
+        block_ids = self.kv_cache.add_blocks(ids, [1] * len(ids))
+        if block_ids is None:
+            return False
+        plan.new_block_ids = dict(zip(ids, block_ids, strict=True))
+        self.table.num_slots[rows] += block_size
         return True
 
     def _allocate(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:

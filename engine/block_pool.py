@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 ROOT_PREFIX_ID = 0
+TOKEN_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
 class CachedPrefix:
     """A prefix of whole blocks, known by its last block's tokens and by the prefix before it.
 
-    `prefix_id` stands for the exact content of the whole prefix, so comparing `token_ids` and `parent_id` compares
-    every token: two prefixes whose hashes collide differ in one of them. `block_ids` are the copies; requests that
-    computed the same tokens side by side make more than one.
+    `prefix_id` stands for the exact content of the whole prefix, so comparing `tokens`, TOKEN_BYTES each, and
+    `parent_id` compares every token: two prefixes whose hashes collide differ in one of them. `block_ids` are the
+    copies; requests that computed the same tokens side by side make more than one.
     """
 
     prefix_id: int
     parent_id: int
     block_hash: bytes
-    token_ids: tuple[int, ...]
-    block_ids: list[int] = field(default_factory=list)
+    tokens: bytes
+    block_ids: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +66,12 @@ class BlockPool:
         """Takes `num` blocks from the front of the free queue, one reference each, and forgets what they had cached."""
         if num > len(self._free):
             raise ValueError(f"{num} blocks asked for, {len(self._free)} are free")
-        block_ids = []
-        for _ in range(num):
-            block_id, _unused = self._free.popitem(last=False)
-            self._unpublish(self.blocks[block_id])
-            self.blocks[block_id].ref_cnt = 1
-            block_ids.append(block_id)
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(num)]
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            block.ref_cnt = 1
+            if block.prefix is not None:
+                self._unpublish(block, block.prefix)
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -89,26 +90,27 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self._free[block_id] = None
 
-    def find(self, parent_id: int, block_hash: bytes, token_ids: tuple[int, ...]) -> CachedPrefix | None:
+    def find(self, parent_id: int, block_hash: bytes, tokens: bytes) -> CachedPrefix | None:
         """The published prefix with this parent and these tokens, or None. The hash only says where to look."""
         for prefix in self._cached.get(block_hash, ()):
-            if prefix.parent_id == parent_id and prefix.token_ids == token_ids:
+            if prefix.parent_id == parent_id and prefix.tokens == tokens:
                 return prefix
         return None
 
-    def publish(self, block_id: int, parent_id: int, block_hash: bytes, token_ids: tuple[int, ...]) -> int:
+    def publish(self, block_id: int, parent_id: int, block_hash: bytes, tokens: bytes) -> int:
         """Lets others find `block_id` under (parent, tokens); a second block of that content becomes another copy.
         Returns the prefix's id."""
         bucket = self._cached.get(block_hash)
-        prefix = self.find(parent_id, block_hash, token_ids) if bucket else None
+        prefix = self.find(parent_id, block_hash, tokens) if bucket else None
         if prefix is None:
             self._last_prefix_id += 1
-            prefix = CachedPrefix(self._last_prefix_id, parent_id, block_hash, token_ids)
+            prefix = CachedPrefix(self._last_prefix_id, parent_id, block_hash, tokens, [block_id])
             if bucket:
                 bucket.append(prefix)
             else:
                 self._cached[block_hash] = [prefix]
-        prefix.block_ids.append(block_id)
+        else:
+            prefix.block_ids.append(block_id)
         self.blocks[block_id].prefix = prefix
         return prefix.prefix_id
 
@@ -121,10 +123,7 @@ class BlockPool:
             block.prefix = None
         return True
 
-    def _unpublish(self, block: KVCacheBlock) -> None:
-        prefix = block.prefix
-        if prefix is None:
-            return
+    def _unpublish(self, block: KVCacheBlock, prefix: CachedPrefix) -> None:
         block.prefix = None
         prefix.block_ids.remove(block.block_id)
         if not prefix.block_ids:
@@ -151,7 +150,8 @@ class BlockPool:
             for prefix in bucket:
                 what = f"prefix {prefix.prefix_id} of blocks {prefix.block_ids}: "
                 assert prefix.block_hash == block_hash, what + "in the map under another hash"
-                assert len(prefix.token_ids) == block_size, what + f"{len(prefix.token_ids)} tokens, not a full block"
+                num_tokens = len(prefix.tokens) // TOKEN_BYTES
+                assert num_tokens == block_size, what + f"{num_tokens} tokens, not a full block"
                 assert prefix.block_ids, what + "no block holds it"
                 for block_id in prefix.block_ids:
                     assert self.blocks[block_id].prefix is prefix, what + f"block {block_id} holds another"

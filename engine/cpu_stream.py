@@ -157,7 +157,7 @@ class CpuStream:
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
         self._put("run", self._hooks.step, name, self._hooks.spans, fn, args)
 
-    def record_event(self) -> CpuEvent:
+    def record_event(self, *, for_host: bool = True) -> CpuEvent:
         event = CpuEvent()
         self._put("event", event)
         return event

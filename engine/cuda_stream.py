@@ -23,9 +23,11 @@ class CudaEvent:
 
     __slots__ = ("_pool", "event")
 
-    def __init__(self, stream: torch.cuda.Stream, pool: list[torch.cuda.Event], timing: bool = False) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream, pool: list[torch.cuda.Event], timing: bool = False, blocking: bool = True
+    ) -> None:
         # A blocking event lets the host thread sleep instead of spinning on a core that the launches need.
-        self.event = pool.pop() if pool else torch.cuda.Event(enable_timing=timing, blocking=True)
+        self.event = pool.pop() if pool else torch.cuda.Event(enable_timing=timing, blocking=blocking)
         self.event.record(stream)
         self._pool = pool
 
@@ -52,15 +54,20 @@ class _Scope(AbstractContextManager[None]):
         self._depth = 0
         self._inference: torch.inference_mode | None = None
         self._outer = stream
+        self.around: _Scope | None = None
+        """What is usually open around this one: then nobody need be asked what the current stream is."""
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth > 1:
             return
-        if not torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode()
-            self._inference.__enter__()
-        self._outer = torch.cuda.current_stream(self._device)
+        if self.around is not None and self.around._depth:
+            self._outer = self.around._stream
+        else:
+            if not torch.is_inference_mode_enabled():
+                self._inference = torch.inference_mode()
+                self._inference.__enter__()
+            self._outer = torch.cuda.current_stream(self._device)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -83,12 +90,17 @@ class CudaStream:
         self._last: CudaEvent | None = None
         """The end of the span that was submitted last, while nothing has come behind it."""
         self._event_pool: list[torch.cuda.Event] = []
+        self._stream_event_pool: list[torch.cuda.Event] = []
         self._timing_pool: list[torch.cuda.Event] = []
         self.tie_clocks()
 
     def scope(self) -> AbstractContextManager[None]:
         """While it is open this is the thread's current stream, and `submit` need not make it so. May be nested."""
         return self._scope
+
+    def come_within(self, other: CudaStream) -> None:
+        """Work is submitted to this stream while the scope of `other` is open."""
+        self._scope.around = other._scope
 
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
         with self._scope:
@@ -121,9 +133,13 @@ class CudaStream:
         event.synchronize()
         self._origin = time.perf_counter_ns(), event
 
-    def record_event(self) -> CudaEvent:
+    def record_event(self, *, for_host: bool = True) -> CudaEvent:
         # Behind a span its end says the same, and each mark costs the device some microseconds between two steps.
-        return self._last or CudaEvent(self.stream, self._event_pool)
+        if self._last is not None:
+            return self._last
+        # Of an event that lets the host sleep the device also has to tell the host, by an interrupt.
+        pool = self._event_pool if for_host else self._stream_event_pool
+        return CudaEvent(self.stream, pool, blocking=for_host)
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)

@@ -52,6 +52,8 @@ class Device:
         lanes: tuple[Lane, Lane] = ("compute", "copy")
         make = (lambda lane: CudaStream(lane, hooks, device)) if self.is_cuda else (lambda lane: CpuStream(lane, hooks))
         self.compute, self.copy = (make(lane) for lane in lanes)
+        if isinstance(self.compute, CudaStream) and isinstance(self.copy, CudaStream):
+            self.copy.come_within(self.compute)
         self._emitting = threading.Lock()
         hooks.emit_spans = self._emit_last_spans
 

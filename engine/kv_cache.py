@@ -9,7 +9,6 @@ the device is published once that token has arrived.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,12 +17,13 @@ from .request import Request
 from .running_table import NEVER
 from .snapshot import BlockView, PoolView
 
-HashFunction = Callable[[bytes, tuple[int, ...]], bytes]
+HashFunction = Callable[[bytes, bytes], bytes]
 
 
-def hash_block(parent_hash: bytes, token_ids: tuple[int, ...]) -> bytes:
-    """The chained hash (16 bytes) of a full block; `parent_hash` is empty for a first block."""
-    return hashlib.blake2b(parent_hash + array("q", token_ids).tobytes(), digest_size=16).digest()
+def hash_block(parent_hash: bytes, tokens: bytes) -> bytes:
+    """The chained hash (16 bytes) of a full block of `Request.token_bytes`; `parent_hash` is empty for a first
+    block."""
+    return hashlib.blake2b(parent_hash + tokens, digest_size=16).digest()
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class KVCacheManager:
         hits: list[int] = []
         parent_id = ROOT_PREFIX_ID
         for index in range((request.num_tokens - 1) // self.block_size):
-            token_ids = self._token_ids(request, index)
-            prefix = self.pool.find(parent_id, self._hash(blocks.hashes, index, token_ids), token_ids)
+            tokens = self._tokens(request, index)
+            prefix = self.pool.find(parent_id, self._hash(blocks.hashes, index, tokens), tokens)
             if prefix is None:
                 break
             hits.append(prefix.block_ids[0])
@@ -152,12 +152,13 @@ class KVCacheManager:
         if blocks is not None and self.enable_caching:
             self._publish(request, blocks, min(request.num_computed_tokens, request.num_tokens) // self.block_size)
 
-    def publish(self, requests: Sequence[Request], num_full: Sequence[int]) -> None:
+    def publish(self, requests: Sequence[Request], num_full: Sequence[int], last: Sequence[bytes | None]) -> None:
         """Publishes the first blocks of each request, so many of them, as far as they aren't yet: all their tokens are
-        known, and computed, or being computed by a step that is launched before any that could read them."""
+        known, and computed, or being computed by a step that is launched before any that could read them. `last`: what
+        `Request.token_bytes` gives for the last of these blocks, where it is at hand."""
         if self.enable_caching:
-            for request, count in zip(requests, num_full, strict=True):
-                self._publish(request, self._requests[request.request_id], count)
+            for request, count, tokens in zip(requests, num_full, last, strict=True):
+                self._publish(request, self._requests[request.request_id], count, tokens)
 
     def free(self, request_id: str) -> None:
         """Gives the request's blocks back, the last first: a prefix is evicted from its end. Ignores unknown ids."""
@@ -209,7 +210,9 @@ class KVCacheManager:
                     assert prefix.block_hash == blocks.hashes[index], what + "published under another hash"
                     parent_id = prefix.prefix_id
 
-    def _publish(self, request: Request, blocks: _RequestBlocks, num_full: int) -> None:
+    def _publish(
+        self, request: Request, blocks: _RequestBlocks, num_full: int, last_tokens: bytes | None = None
+    ) -> None:
         first = blocks.num_published
         if first >= num_full:
             return
@@ -217,24 +220,17 @@ class KVCacheManager:
         parent = pool.blocks[block_ids[first - 1]].prefix if first else None
         parent_id = parent.prefix_id if parent else ROOT_PREFIX_ID
         for index in range(first, num_full):
-            token_ids = self._token_ids(request, index)
-            block_hash = self._hash(hashes, index, token_ids)
-            parent_id = pool.publish(block_ids[index], parent_id, block_hash, token_ids)
+            tokens = last_tokens if last_tokens and index == num_full - 1 else self._tokens(request, index)
+            block_hash = self._hash(hashes, index, tokens)
+            parent_id = pool.publish(block_ids[index], parent_id, block_hash, tokens)
             blocks.num_published = index + 1
 
-    def _hash(self, hashes: list[bytes], index: int, token_ids: tuple[int, ...]) -> bytes:
+    def _hash(self, hashes: list[bytes], index: int, tokens: bytes) -> bytes:
         """The hash of block `index`, kept in `hashes`; each is computed once, in order."""
         if index == len(hashes):
-            hashes.append(self._hash_function(hashes[-1] if index else b"", token_ids))
+            hashes.append(self._hash_function(hashes[-1] if index else b"", tokens))
         return hashes[index]
 
-    def _token_ids(self, request: Request, index: int) -> tuple[int, ...]:
-        """The tokens of block `index`, without joining the whole prompt and output."""
-        begin, num_prompt = index * self.block_size, len(request.prompt_token_ids)
-        end = begin + self.block_size
-        if begin >= num_prompt:
-            return tuple(request.output_token_ids[begin - num_prompt : end - num_prompt])
-        if end <= num_prompt:
-            return tuple(request.prompt_token_ids[begin:end])
-        prompt_part = request.prompt_token_ids[begin:]
-        return (*prompt_part, *request.output_token_ids[: end - num_prompt])
+    def _tokens(self, request: Request, index: int) -> bytes:
+        """The tokens of block `index`."""
+        return request.token_bytes(index * self.block_size, (index + 1) * self.block_size)

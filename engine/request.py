@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from dataclasses import dataclass, field
 
 from .running_table import RunningTable
@@ -35,7 +36,6 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
     quiet: bool = False
     """Nobody wants its tokens before it is finished; settled before it is admitted."""
-    output_token_ids: list[int] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)
     """Drafts behind the known tokens, where the host has them (V1)."""
     status: RequestStatus = RequestStatus.WAITING
@@ -53,23 +53,27 @@ class Request:
     row: int = field(default=-1, init=False)
     """Its row of the scheduler's table while it runs, else -1."""
     _table: RunningTable | None = field(default=None, init=False, repr=False)
+    _output_token_ids: list[int] = field(default_factory=list, init=False, repr=False)
     _num_computed_tokens: int = field(default=0, init=False)
     _num_output_placeholders: int = field(default=0, init=False)
     _last_token_time: float | None = field(default=None, init=False)
     _accepted_per_round: list[int] = field(default_factory=list, init=False, repr=False)
     _num_draft_tokens: int = field(default=0, init=False)
 
-    # While it runs its counts live in the scheduler's table, which moves all of them at once.
+    # While it runs its counts live in the scheduler's table, which moves all of them at once, and its last tokens.
 
     def enter(self, table: RunningTable, row: int) -> None:
         """From now on the counts live in `row` of `table`."""
         table.num_computed_tokens[row] = self._num_computed_tokens
         table.num_output_placeholders[row] = self._num_output_placeholders
         table.last_token_time[row] = self._last_token_time or 0.0
+        table.arrived.enter(row)
         self._table, self.row = table, row
 
     def leave(self) -> int:
-        """Takes the counts back; returns the row."""
+        """Takes counts and tokens back; returns the row."""
+        if self._table is not None:
+            self._table.arrived.settle(self.row)
         self._num_computed_tokens = self.num_computed_tokens
         self._num_output_placeholders = self.num_output_placeholders
         self._last_token_time = self.last_token_time
@@ -127,6 +131,28 @@ class Request:
         self._accepted_per_round += accepted
         self._num_draft_tokens += num_drafts
 
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Every one that has reached the host. Read it only, while the request runs."""
+        if self._table is not None:
+            self._table.arrived.settle(self.row)
+        return self._output_token_ids
+
+    def take_tokens(self, token_ids: list[int]) -> None:
+        """From the table, which has counted them."""
+        self._output_token_ids += token_ids
+
+    def token_bytes(self, begin: int, end: int) -> bytes:
+        """The known tokens from position `begin` to `end`, of 8 bytes each."""
+        kept = self._table.arrived.read(self.row, begin, end) if self._table is not None else None
+        if kept is not None:
+            return kept.tobytes()
+        num_prompt = len(self.prompt_token_ids)
+        token_ids = self.prompt_token_ids[begin:end]
+        if end > num_prompt:
+            token_ids = token_ids + self.output_token_ids[max(0, begin - num_prompt) : end - num_prompt]
+        return array("q", token_ids).tobytes()
+
     def append_output(self, token_id: int, now: float) -> None:
         """A token has reached the host."""
         self.output_token_ids.append(token_id)
@@ -135,7 +161,7 @@ class Request:
         if self._table is None:
             self._last_token_time = now
         else:
-            self._table.num_tokens[self.row] += 1
+            self._table.arrived.add_one(self.row, token_id)
             self._table.last_token_time[self.row] = now
 
     def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:

@@ -137,10 +137,12 @@ class RequestBooks:
 
     def _publish_rows(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Each of `rows` has a block to publish: its first `num_tokens` i64 are known and computed."""
-        num_full = num_tokens // self.kv_cache.block_size
+        block_size = self.kv_cache.block_size
+        num_full = num_tokens // block_size
         requests = [self._request(row) for row in rows.tolist()]
-        self.kv_cache.publish(requests, num_full.tolist())
-        self.table.publish_at[rows] = (num_full + 1) * self.kv_cache.block_size
+        newest = self.table.arrived.ending_at(rows, num_full * block_size, block_size)
+        self.kv_cache.publish(requests, num_full.tolist(), newest)
+        self.table.publish_at[rows] = (num_full + 1) * block_size
 
     def check_integrity(self) -> None:
         """Raises AssertionError if queue, running set, counters and blocks don't agree."""

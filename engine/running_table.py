@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrived_tokens import ArrivedTokens
 from .draft_rounds import DraftRounds
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class RunningTable:
         """Counts the tenants of a row: a step in flight knows by it whether the row is still its request's."""
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.rounds = DraftRounds(self.requests)
-        """Of the requests in the table."""
+        """Of the requests in the table, as `arrived`."""
+        self.arrived = ArrivedTokens(self.requests, self.num_tokens)
         self.version = 0
         """Changes whenever a request comes or goes."""
         self._priority = column()

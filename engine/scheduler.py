@@ -48,7 +48,7 @@ class Scheduler(TokenIntake, BlockGiving):
         self._steady_steps = 0
         """So many steps can be scheduled like the last one unless a request comes or goes."""
         self._steps_in_blocks = 0
-        """In so many of those nobody needs a block."""
+        """In so many of those nobody needs a block, even if every draft is accepted."""
 
     def schedule(self, step: int) -> SchedulerOutput:
         """The next step. It may be empty: nothing to run, or every request waits for a token in flight."""
@@ -82,7 +82,10 @@ class Scheduler(TokenIntake, BlockGiving):
         batch = self._last_batch
         if self._steady_steps == 0 or batch is None or batch.version != self.table.version:
             return None
-        if self._steps_in_blocks > 0:
+        if not self._num_device_drafts:
+            if not self._give_turn(plan, batch):
+                return None
+        elif self._steps_in_blocks > 0:
             self._steps_in_blocks -= 1
         else:
             left = self._slots_left(batch.at, batch.num_tokens)
@@ -95,7 +98,7 @@ class Scheduler(TokenIntake, BlockGiving):
     def _note_steadiness(self, plan: StepPlan) -> None:
         """Counts the steps from now on in which all will decode again, with as many drafts and to no end."""
         table, rows = self.table, plan.rows
-        self._steady_steps = 0
+        self._steady_steps, self._turns = 0, None
         if self.config.speculative_config is not None and not self._num_device_drafts:
             return  # what comes after a step depends on drafts that aren't there yet
         each = 1 + self._num_device_drafts
@@ -109,8 +112,11 @@ class Scheduler(TokenIntake, BlockGiving):
         if each == 1 and not self.config.async_scheduling:
             # A step of which every token is known publishes the block that it fills.
             steps = min(steps, int((table.publish_at[rows] - known).min()) - 1)
+        left = self._slots_left(rows, plan.num_tokens)
+        if each == 1 and int(left.max()) >= self.config.block_size:
+            steps = min(steps, self.config.block_size)  # so far nobody has two turns
         self._steady_steps = max(0, steps)
-        self._steps_in_blocks = max(0, int(self._slots_left(rows, plan.num_tokens).min()) // each)
+        self._steps_in_blocks = max(0, int(left.min()) // each)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         table = self.table

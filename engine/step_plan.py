@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -84,16 +83,6 @@ class ScheduledBatch:
         """For each request with drafts as many -1: they are known to the device alone."""
         counts = zip(self.req_ids, self.num_drafts.tolist(), strict=True)
         return {req_id: [-1] * count for req_id, count in counts if count}
-
-    @cached_property
-    def appends(self) -> list[Callable[[int], None]]:
-        """What appends a token to each request's output."""
-        return [request.output_token_ids.append for request in self.requests]
-
-    @cached_property
-    def extends(self) -> list[Callable[[list[int]], None]]:
-        """What appends tokens to each request's output."""
-        return [request.output_token_ids.extend for request in self.requests]
 
     def in_order(self, req_ids: tuple[str, ...]) -> ScheduledBatch:
         """The same batch in the order of the runner's `req_ids`. ValueError if those aren't the scheduled ones."""

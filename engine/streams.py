@@ -23,7 +23,10 @@ class Stream(Protocol):
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
         """Queues `fn(*args)`; its result is dropped, so it writes to tensors or to a holder that later work reads."""
 
-    def record_event(self) -> Event: ...
+    def record_event(self, *, for_host: bool = True) -> Event:
+        """A mark behind all work so far; without `for_host` only streams wait for it."""
+        ...
+
     def wait_event(self, event: Event) -> None:
         """Work submitted from now on starts after `event`. The host does not wait."""
 

@@ -19,7 +19,7 @@ FEW_STOP_IDS = 8
 
 class TokenIntake(RequestBooks):
     """Nearly always nobody can end in a step. Then its tokens are booked by a few operations on whole columns, and
-    Python sees a request to append its tokens and where one of its blocks became full.
+    Python sees a request where one of its blocks became full.
     """
 
     def update_from_output(
@@ -100,12 +100,7 @@ class TokenIntake(RequestBooks):
             return False
         if np.count_nonzero(batch.constrained) or self._stops(tokens, counts) is not None:
             return False
-        if tokens.shape[1] == 1:
-            for append, token in zip(batch.appends, tokens[:, 0].tolist(), strict=True):
-                append(token)
-        else:
-            for extend, own, count in zip(batch.extends, tokens.tolist(), counts.tolist(), strict=True):
-                extend(own[:count])
+        table.arrived.add(at, tokens)
         if batch.awaits_first_token:
             self._note_first_tokens(batch.rows, now)
             batch.awaits_first_token = False
@@ -157,10 +152,8 @@ class TokenIntake(RequestBooks):
     ) -> None:
         """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them."""
         table = self.table
-        extends, all_tokens, all_counts = batch.extends, tokens.tolist(), counts.tolist()
-        for i in np.flatnonzero(plain).tolist():
-            extends[i](all_tokens[i][: all_counts[i]])
         rows, counts = batch.rows[plain], counts[plain]
+        table.arrived.add(rows, tokens[plain])
         self._note_first_tokens(rows, now)
         known = table.num_tokens[rows] + counts
         table.num_tokens[rows] = known

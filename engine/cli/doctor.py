@@ -110,7 +110,7 @@ def _streams() -> str:
         numbers = device.zeros(1000, dtype=torch.int64)
         total: list[torch.Tensor] = []
         device.compute.submit("add", numbers.add_, 1)
-        device.copy.wait_event(device.compute.record_event())
+        device.copy.wait_event(device.compute.record_event(for_host=False))
         device.copy.submit("sum", lambda: total.append(numbers.sum()))
         device.copy.record_event().synchronize()
         if int(total[0]) != 1000:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -148,14 +149,23 @@ def choose_budget(
     known = len(confidences)
     r = known if num_reqs is None else num_reqs
     tokens = r if num_tokens is None else num_tokens
-    gains = np.concatenate(([0.0], np.sort(confidences.cumprod(1), axis=None)[::-1].cumsum()))
-    possible = np.arange(r * confidences.shape[1] + 1) if budgets is None else np.array(budgets)
+    survivals = confidences.cumprod(1).ravel()
+    survivals.sort()
+    gains = np.zeros(len(survivals) + 1)
+    np.cumsum(survivals[::-1], out=gains[1:])
+    every = range(r * confidences.shape[1] + 1)
+    possible, costs = _costs(verify_cost, tokens, tuple(every if budgets is None else budgets))
     expected = r + np.interp(possible * (known / r), np.arange(len(gains)), gains) * (r / known)
-    drafting = 0.0 if draft_cost is None else draft_cost(r)
-    rates = expected / (drafting + np.array([verify_cost(tokens + b) for b in possible.tolist()]))
+    rates = expected / (costs if draft_cost is None else costs + draft_cost(r))
     # The first that is no worse than the best but for rounding.
     best = int(np.argmax(rates >= rates.max() * (1 - 1e-12)))
     return int(possible[best]), float(expected[best])
+
+
+@lru_cache(maxsize=256)
+def _costs(cost: CostTable, num_tokens: int, budgets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """`budgets` i64, and the cost f64 of `num_tokens` with each of them: the same in nearly every step."""
+    return np.array(budgets), np.array([cost(num_tokens + budget) for budget in budgets])
 
 
 def step_costs_of(tables: Mapping[int, CostTable], num_reqs: int) -> CostTable:

@@ -87,7 +87,7 @@ class AsyncGPUModelRunnerOutput:
         self._device = device
         self._rows = rows
         self._host: dict[str, torch.Tensor] = {}
-        device.copy.wait_event(device.compute.record_event())
+        device.copy.wait_event(device.compute.record_event(for_host=False))
         device.copy.submit("output", copy_to_host, device, tensors, self._host)
         self._event = device.copy.record_event()
 

@@ -31,7 +31,7 @@ class AsyncDrafts:
         if self._copied is not None:
             # A step that nobody waited for: its tensor is let go, and its memory may not be used under the copy.
             device.compute.wait_event(self._copied)
-        device.copy.wait_event(device.compute.record_event())
+        device.copy.wait_event(device.compute.record_event(for_host=False))
         device.copy.submit("drafts", self._copy, tokens)
         self._copied = device.copy.record_event()
 

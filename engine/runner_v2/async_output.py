@@ -37,13 +37,18 @@ class HostBuffers:
         self.tokens = device.empty_host((size,), torch.int64)
         self.tokens_np: np.ndarray = self.tokens.numpy()
         self._others: dict[str, torch.Tensor] = {}
+        self._last: dict[str, torch.Tensor] = {}
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the shape and type of `tensor`, in the memory that the last one of this name had if it fits."""
+        last = self._last.get(name)
+        if last is not None and last.shape == tensor.shape and last.dtype == tensor.dtype:
+            return last
         buffer = self._others.get(name)
         if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
             buffer = self._others[name] = self._device.empty_host((tensor.numel(),), tensor.dtype)
-        return buffer[: tensor.numel()].view(tensor.shape)
+        self._last[name] = shaped = buffer[: tensor.numel()].view(tensor.shape)
+        return shaped
 
 
 class HostRing:
@@ -71,7 +76,7 @@ class AsyncOutput:
         self,
         device: Device,
         req_ids: tuple[str, ...],
-        num_logprobs: np.ndarray,
+        num_logprobs: np.ndarray | None,
         logprobs_plan: LogprobsPlan,
         prompt_logprobs: PromptLogprobsPlan | None,
         host: HostBuffers,
@@ -93,10 +98,10 @@ class AsyncOutput:
         self._tensors = tensors
         self._host: dict[str, torch.Tensor] = {}
         self._kept: dict[str, torch.Tensor] = {}
-        device.copy.wait_event(device.compute.record_event())
+        device.copy.wait_event(device.compute.record_event(for_host=False))
         device.copy.submit("output", self._copy)
-        self.copied = device.copy.record_event()
-        """Behind the copies."""
+        self._copied = device.copy.record_event()
+        self._has_arrived = False
 
     def _copy(self) -> None:
         self._kept = self._tensors()
@@ -108,8 +113,14 @@ class AsyncOutput:
             else:
                 self._host[name] = self._buffers.like(name, tensor).copy_(tensor, non_blocking=True)
 
+    def let_overwrite(self) -> None:
+        """What the compute stream does from now on may overwrite the device's tensors: it comes behind the copies."""
+        if not self._has_arrived:
+            self._device.compute.wait_event(self._copied)
+
     def get_output(self) -> ModelRunnerOutput:
-        self._device.wait(self.copied, "output", inside_step=False)
+        self._device.wait(self._copied, "output", inside_step=False)
+        self._has_arrived, self._kept = True, {}
         host = {name: tensor.numpy() for name, tensor in self._host.items()}
         rows, tokens, size = self._num_rows, self._buffers.tokens_np, self._num_rows * self._width
         sampled, num_sampled = tokens[:size].reshape(rows, self._width), tokens[size:].view(np.int32)[:rows]
@@ -117,7 +128,7 @@ class AsyncOutput:
             self._observe_confidences(host[CONFIDENCES][: len(self._req_ids)].copy())
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
-        if self._logprobs_plan.wanted:
+        if self._num_logprobs is not None:
             logprobs = {
                 req_id: [
                     row_to_dict(self._logprobs_plan, host, int(self._cu_num_logits[i]) + j, int(self._num_logprobs[i]))

@@ -5,13 +5,16 @@ R max requests, B max blocks a request, T max batched tokens.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 
 from kernels import compute_slot_mappings, gather_block_tables
 
 from ..device import Device
-from .buffers import StagedWriteTensor, UvaBackedTensor, publish
+from ..graphs import GraphPool
+from .buffers import StagedWriteTensor
+from .row_ends import RowEnds
 
 
 class BlockTables:
@@ -26,13 +29,12 @@ class BlockTables:
         form: str,
     ) -> None:
         self.block_size = block_size
-        self._device = device
         rows = max_num_reqs + 1  # the last one is the padding's, and stays empty
         self._form = form
         # [R, B] i32: the truth
-        self.block_table = StagedWriteTensor(device, (rows, max_blocks), torch.int32, form, ring_depth)
+        self.block_table = StagedWriteTensor(device, (rows, max_blocks), torch.int32, form)
         # [R] i32
-        self.num_blocks = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
+        self.num_blocks = RowEnds(device, self.block_table.gpu, ring_depth, form)
         # [R, B] i32: row i is batch position i; its address never changes
         self.input_block_table = device.zeros(max_num_reqs, max_blocks, dtype=torch.int32)
         # [T] i64
@@ -43,16 +45,21 @@ class BlockTables:
         self.block_table.stage(row, 0, block_ids)
         self.num_blocks.set(row, len(block_ids))
 
-    def append_block_ids(self, rows: list[int], block_ids: list[list[int]]) -> None:
-        """Stages some blocks behind those of each of `rows`, which are different ones."""
-        at = np.array(rows)
-        starts = self.num_blocks.np[at]
-        self.block_table.stage_all(rows, starts.tolist(), block_ids)
-        self.num_blocks.set(at, starts + [len(own) for own in block_ids])
+    def append_block_ids(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
+        """Stages some blocks behind those of each of `rows`, which are different ones; once a step at the most."""
+        if not self.num_blocks.append(rows, block_ids):
+            for row, own in zip(rows, block_ids, strict=True):
+                end = int(self.num_blocks.np[row])
+                self.block_table.stage(row, end, own)
+                self.num_blocks.set(row, end + len(own))
+
+    def capture(self, pool: GraphPool) -> None:
+        """Captures how blocks are appended. Waits for the device."""
+        self.num_blocks.capture(pool)
 
     def apply_staged_writes(self) -> bool:
-        publish(self._device, "publish num_blocks", self.num_blocks)
-        return self.block_table.apply("write block_table")
+        changed = self.block_table.apply("write block_table")
+        return self.num_blocks.apply("write block_table") or changed
 
     def gather(self, idx_mapping: torch.Tensor, num_reqs_padded: int) -> None:
         """Kernel 6, called on the stream: input_block_tables[i] = block_table[idx_mapping[i]]. idx_mapping i32 [r]."""

@@ -6,8 +6,7 @@ of a ring that is as deep as the steps in flight, and a staged write travels in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,9 +14,6 @@ import torch
 from kernels import apply_write
 
 from ..device import Device
-
-_WORDS_A_ROW = 8
-"""Room in a ring for what a step stages: a piece of up to five words in every row, and where it goes."""
 
 
 class UvaBackedTensor:
@@ -67,14 +63,10 @@ class StagedWriteTensor:
     """A device tensor [R] or [R, C] that is the truth; the host appends ragged row pieces and applies them with one
     kernel.
 
-    The cost of a step is that of its changes, not of the table. They travel in fresh pinned memory; with a
-    `ring_depth`, for a table that changes in nearly every step, in the next buffer of such a ring as long as they fit,
-    and `apply` may send something once a step at the most.
+    The cost of a step is that of its changes, not of the table. They travel in fresh pinned memory.
     """
 
-    def __init__(
-        self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, form: str, ring_depth: int = 0
-    ) -> None:
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
         self.gpu = device.zeros(*shape, dtype=dtype)
         self._device = device
         self._form = form
@@ -83,9 +75,6 @@ class StagedWriteTensor:
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._contents: list[int] = []
-        buffers = [device.empty_host((_WORDS_A_ROW * shape[0] + 1,), torch.int32) for _ in range(ring_depth)]
-        self._ring = [(buffer, buffer.numpy()) for buffer in buffers]
-        self._next = 0
 
     def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
         """Will write `values` to (row, start...). The cells of one step must not overlap."""
@@ -96,13 +85,6 @@ class StagedWriteTensor:
         self._lengths.append(len(values))
         self._contents.extend(values)
 
-    def stage_all(self, rows: Iterable[int], starts: Iterable[int], values: Sequence[Sequence[int]]) -> None:
-        """`stage` for many rows at once, each with some values."""
-        self._rows.extend(rows)
-        self._starts.extend(starts)
-        self._lengths.extend(map(len, values))
-        self._contents.extend(chain.from_iterable(values))
-
     def apply(self, name: str) -> bool:
         """Kernel 1: sends what was staged; False if that was nothing. `name` says whose write it is."""
         if not self._rows:
@@ -110,19 +92,14 @@ class StagedWriteTensor:
         # One transfer: contents, which may be wider, then rows, starts and cumulative lengths as i32.
         num_writes, wide = len(self._rows), self._np_dtype().itemsize // 4
         begin = len(self._contents) * wide
-        size, buffer = begin + 3 * num_writes + 1, None
-        packed = np.empty(size, dtype=np.int32)
-        if self._ring and size <= len(self._ring[0][1]):
-            self._next = (self._next + 1) % len(self._ring)
-            buffer, packed = self._ring[self._next][0][:size], self._ring[self._next][1][:size]
+        packed = np.empty(begin + 3 * num_writes + 1, dtype=np.int32)
         packed[:begin].view(self._np_dtype)[:] = self._contents
         packed[begin : begin + num_writes] = self._rows
         packed[begin + num_writes : begin + 2 * num_writes] = self._starts
         packed[begin + 2 * num_writes] = 0
         np.cumsum(self._lengths, out=packed[begin + 2 * num_writes + 1 :])
         self._rows, self._starts, self._lengths, self._contents = [], [], [], []
-        sent = self._device.to_device(packed) if buffer is None else self._device.upload(buffer)
-        self._device.compute.submit(name, self._launch, sent, num_writes)
+        self._device.compute.submit(name, self._launch, self._device.to_device(packed), num_writes)
         return True
 
     def _launch(self, packed: torch.Tensor, num_writes: int) -> None:

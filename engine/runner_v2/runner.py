@@ -32,7 +32,6 @@ from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from ..spec_decode import SpecDecoder
-from ..streams import Event
 from .async_drafts import AsyncDrafts
 from .async_output import AsyncOutput, HostRing
 from .block_tables import BlockTables
@@ -128,8 +127,8 @@ class ModelRunnerV2:
         self._cached_rows = np.empty(0, dtype=np.int64)
         self._index_on_device: np.ndarray | None = None
         self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
-        # Behind the copies of the last two outputs.
-        self._outputs_copied: tuple[Event | None, Event | None] = (None, None)
+        # The last two.
+        self._outputs: tuple[AsyncOutput | None, AsyncOutput | None] = (None, None)
         self._drafts = AsyncDrafts(device, rows * (num_drafts + 1))
         self.graphs = StepGraphs(self)
         self.graphs.capture()
@@ -394,12 +393,13 @@ class ModelRunnerV2:
         def replay() -> None:
             replayed.update(self.graphs.replay(graph, plan))
 
-        copied = self._outputs_copied[0]
-        if copied is not None:
+        before_last = self._outputs[0]
+        if before_last is not None:
             # A replay writes its output where the one before the last of its size did.
-            self.device.compute.wait_event(copied)
-        self.device.compute.submit(f"graph of {graph}", replay)
-        self._launched(f"graph of {graph}")
+            before_last.let_overwrite()
+        name = f"graph of {graph}"
+        self.device.compute.submit(name, replay)
+        self._launched(name)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncOutput:
         """Samples, starts the output's copy, then updates the state table; all of it only queued."""
@@ -418,13 +418,13 @@ class ModelRunnerV2:
             self._submit(work.sample, batch.plan, self._grammar_bitmask(batch, grammar), traced)
             self._submit(work.get_num_sampled_and_rejected)  # 9
         # The copy is started before the state is updated: the host waits for the tokens, nobody waits for the table.
-        num_logprobs = self.sampling_states.num_logprobs[rows]
+        num_logprobs = self.sampling_states.num_logprobs[rows] if batch.plan.logprobs.wanted else None
         output = AsyncOutput(
             self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
             work.width, batch.cu_num_logits_np, (lambda: work.output) if graph is None else (lambda: replayed),
             None if self.speculation is None else self.speculation.verification.observer(),
         )  # fmt: skip
-        self._outputs_copied = (self._outputs_copied[1], output.copied)
+        self._outputs = (self._outputs[1], output)
         if graph is None:
             self._submit(work.post_update, batch.plan)  # 10
             if isinstance(work, DraftedWork):

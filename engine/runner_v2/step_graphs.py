@@ -21,7 +21,6 @@ from .step_work import StepWork
 
 if TYPE_CHECKING:
     from .runner import ModelRunnerV2
-    from .verification import Verification
 
 GREEDY = SamplerPlan(all_greedy=True)
 RANDOM = SamplerPlan()
@@ -108,6 +107,9 @@ class StepGraphs:
         self._mixed: list[StepSize] = []
         # By number of requests, ascending: how many drafts steps of decodes can verify.
         self._budgets: dict[int, list[int]] = {}
+        self._batch: InputBatch | None = None
+        self._fitting: StepSize | None = None
+        """What fits `_batch`, the last one that was asked for."""
         self.seconds = 0.0
         """How long capturing took."""
 
@@ -126,6 +128,7 @@ class StepGraphs:
                 self._outputs[size, plan] = outputs = OutputTurns(self._runner.device.torch_device)
                 self._pool.capture((size, plan), partial(partial, _step, work, plan, size.is_mixed, outputs))
                 outputs.start()
+        self._runner.block_tables.capture(self._pool)
         if self._runner.device.is_cuda:
             torch.cuda.synchronize(self._runner.device.torch_device)
         self.seconds = time.monotonic() - begin
@@ -134,22 +137,29 @@ class StepGraphs:
         """The captured step that does this batch's work, if there is one."""
         # It keeps its logits to itself; launched one by one the same work gives the same tokens.
         watched = self._runner.hooks.wants((SamplingTraced, *DRAFT_EVENTS))
-        if not self.work or watched or batch.plan not in CAPTURED_PLANS:
+        if not self.work or watched:
+            return None
+        if batch is not self._batch:
+            self._batch, self._fitting = batch, self._find_fitting(batch)
+        found, speculation = self._fitting, self._runner.speculation
+        if found is None or found.is_mixed or speculation is None:
+            return found
+        budget = speculation.verification.budget(batch.num_reqs, found.num_reqs, self._budgets[found.num_reqs])
+        return StepSize(found.num_reqs, found.num_reqs + budget)
+
+    def _find_fitting(self, batch: InputBatch) -> StepSize | None:
+        """As `find`; how many drafts a step of decodes verifies is another question in each step."""
+        if batch.plan not in CAPTURED_PLANS:
             return None
         if self._runner.speculation is not None:
-            size = self._find_verification(batch, self._runner.speculation.verification)
-        else:
-            size = StepSize(batch.num_reqs_padded, batch.num_reqs_padded)
-            if batch.has_prefill or batch.num_tokens != batch.num_reqs or size not in self.work:
-                size = None
-        return size or self._find_mixed(batch)
-
-    def _find_verification(self, batch: InputBatch, verification: Verification) -> StepSize | None:
-        num_reqs = next((size for size in self._budgets if size >= batch.num_reqs), None)
-        if num_reqs is None or not is_verification(batch):
-            return None
-        budget = verification.budget(batch.num_reqs, num_reqs, self._budgets[num_reqs])
-        return StepSize(num_reqs, num_reqs + budget)
+            num_reqs = next((size for size in self._budgets if size >= batch.num_reqs), None)
+            if num_reqs is not None and is_verification(batch):
+                return StepSize(num_reqs, num_reqs + self._budgets[num_reqs][-1])
+            return self._find_mixed(batch)
+        size = StepSize(batch.num_reqs_padded, batch.num_reqs_padded)
+        if batch.has_prefill or batch.num_tokens != batch.num_reqs or size not in self.work:
+            return self._find_mixed(batch)
+        return size
 
     def _find_mixed(self, batch: InputBatch) -> StepSize | None:
         rows, runner = batch.idx_mapping_np, self._runner

@@ -31,12 +31,12 @@ class CountedCuda:
 
     def event(self, enable_timing: bool = False, blocking: bool = False) -> CountedEvent:
         self.calls["new event"] += 1
-        return CountedEvent(self, enable_timing)
+        return CountedEvent(self, enable_timing, blocking)
 
 
 class CountedEvent:
-    def __init__(self, cuda: CountedCuda, timing: bool) -> None:
-        self._cuda, self.timing = cuda, timing
+    def __init__(self, cuda: CountedCuda, timing: bool, blocking: bool) -> None:
+        self._cuda, self.timing, self.blocking = cuda, timing, blocking
         self.done, self.at = False, 0
 
     def record(self, stream: CountedStream) -> None:
@@ -44,6 +44,7 @@ class CountedEvent:
         self.done, self.at = not self._cuda.held, time.perf_counter_ns()
 
     def synchronize(self) -> None:
+        assert self.blocking, "the host would spin"
         self._cuda.calls["synchronize"] += 1
 
     def query(self) -> bool:

@@ -27,7 +27,7 @@ from engine import LLM, SamplingParams
 from engine.core import EngineCore
 from engine.interrupts import deferred_interrupt
 from engine.output_processor import OutputProcessor
-from engine.runner_v2 import buffers
+from engine.runner_v2 import buffers, row_ends
 from engine.runner_v2.async_output import AsyncOutput, empty_tokens
 from engine.runner_v2.runner import ModelRunnerV2
 from engine.runner_v2.sample import SamplerPlan
@@ -48,6 +48,8 @@ PARTS: dict[str, tuple[type, str]] = {
 }
 """What is timed; `prepare inputs` is without `make batch`."""
 _VARIANTS = 61
+COLD_BYTES = 64 * 2**20
+"""What is written before a step that begins with cold caches."""
 
 
 class DrawnOutputs:
@@ -80,14 +82,16 @@ def drafting_llm(requests: int, num_drafts: int, acceptance: float, **config: An
         return drawn.of(size)
 
     with counted_cuda(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "apply_write", lambda *args, **kwargs: None)  # the device's, and nothing reads it here
+        for module in (buffers, row_ends):  # the device's, and nothing reads it here
+            patch.setattr(module, "apply_write", lambda *args, **kwargs: None)
+        patch.setattr(row_ends, "resolve_form", lambda form, tensor: "triton")
         patch.setattr(StepGraphs, "_mixed_sizes", lambda graphs: set())  # prompts are computed
         patch.setattr(StepGraphs, "replay", drawn_replay)
         llm = LLM(
             "tiny-qwen3", load_format="dummy", dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
             use_v2_model_runner=True, max_num_seqs=requests, max_model_len=512, speculative_config=spec,
             cudagraph_capture_sizes=(requests,), num_gpu_blocks_override=requests * 33 + 8,
-            max_num_batched_tokens=requests * (num_drafts + 14) + 64, **config,
+            max_num_batched_tokens=requests * (num_drafts + 30) + 64, **config,
         )  # fmt: skip
         try:
             yield llm
@@ -115,19 +119,22 @@ def timed(took: dict[str, list[int]]) -> Iterator[None]:
         yield
 
 
-def fill(llm: LLM, requests: int, stop: bool) -> None:
-    """Lets all requests decode: some steps behind the prompts."""
+def fill(llm: LLM, requests: int, repeat: int, stop: bool, spread: int) -> None:
+    """Lets all requests decode: some steps behind the prompts, of as many lengths as `spread` says and not seen in
+    another repeat."""
     params = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=not stop, stop_token_ids=(2,) if stop else ())
     for number in range(requests):
-        llm.add({"prompt_token_ids": [3 + (number * 7 + i) % 300 for i in range(8 + number % 5)]}, params,
-                final_only=True)  # fmt: skip
+        llm.add({"prompt_token_ids": [3 + (number * 7 + (1 + repeat) * i) % 300 for i in range(8 + number % spread)]},
+                params, final_only=True)  # fmt: skip
     core = llm.core
     while core.scheduler.waiting or (core.scheduler.table.num_computed_tokens[core.scheduler.table.order] < 16).any():
         llm.step()
 
 
-def run_steps(core: EngineCore, count: int) -> None:
+def run_steps(core: EngineCore, count: int, cold: np.ndarray | None = None) -> None:
     for _ in range(count):
+        if cold is not None:
+            cold += 1
         for _phase in core._advance():
             pass
         core.take_outputs()
@@ -137,14 +144,15 @@ def measure(requests: int, num_drafts: int, args: argparse.Namespace) -> None:
     took: dict[str, list[int]] = defaultdict(list)
     whole: list[int] = []
     steps = 16 * max(1, int(20 / (1 + num_drafts)))
+    cold = np.zeros(COLD_BYTES, dtype=np.uint8) if args.cold else None
     with drafting_llm(requests, num_drafts, args.acceptance) as llm:
         core = llm.core
         for repeat in range(args.repeats):
-            fill(llm, requests, args.stop)
+            fill(llm, requests, repeat, args.stop, args.spread)
             with deferred_interrupt(), core.device.scope():
                 run_steps(core, 16)
                 with timed(took):
-                    run_steps(core, steps // 2)
+                    run_steps(core, steps // 2, cold)
                 for _ in range(steps // 2):
                     begin = time.thread_time_ns()
                     run_steps(core, 1)
@@ -181,6 +189,8 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--stop", action="store_true", help="the requests have stop tokens, which never come")
+    parser.add_argument("--spread", type=int, default=16, help="lengths of prompts; 1: all get their blocks at once")
+    parser.add_argument("--cold", action="store_true", help="the parts begin with cold caches, as after a wait")
     parser.add_argument("--profile", type=int, default=0, help="lines of a profile")
     args = parser.parse_args()
     for requests in map(int, args.requests.split(",")):

@@ -44,7 +44,7 @@ class LateStream:
     def submit(self, name: str, fn: Callable[..., Any], *args: Any) -> None:
         self._tasks.append((fn, args))
 
-    def record_event(self) -> LateEvent:
+    def record_event(self, *, for_host: bool = True) -> LateEvent:
         event = LateEvent(self)
         self._tasks.append(event)
         return event

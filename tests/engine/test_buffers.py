@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from engine.device import Device
+from engine.graphs import Factory
 from engine.hooks import Hooks
+from engine.runner_v2 import row_ends
+from engine.runner_v2.block_tables import BlockTables
 from engine.runner_v2.buffers import StagedWriteTensor, UvaBackedTensor, publish
+from engine.runner_v2.row_ends import RowEnds
 from engine.runner_v2.runner import STEPS_IN_FLIGHT
 from tests.engine.late_device import device_timing
 
@@ -64,25 +69,68 @@ def test_staged_writes_are_ragged_and_travel_in_copies(device: Device) -> None:
     assert staged.gpu.tolist() == [[0, 0, 0, 0, 5], [0] * 5, [6, 7, 8, 9, 0]]
 
 
-def test_a_ring_of_staged_writes_keeps_each_steps_own_while_it_fits(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+# -- rows that grow ----------------------------------------------------------------------------------------------------
+
+
+class RunAgain:
+    """A `GraphPool` on the CPU: the work itself, run again over the same tensors."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, Callable[[], Any]] = {}
+
+    def capture(self, key: Hashable, factory: Factory) -> None:
+        factory()()
+        self.captured[key] = factory()
+
+    def replay(self, key: Hashable) -> Any:
+        return self.captured[key]()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_grow_by_what_each_step_in_flight_appends(
+    device: Device, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two writes a step are 7 words and two for each value; a ring for two rows has room for 17."""
-    staged = StagedWriteTensor(device, (STEPS_IN_FLIGHT, 40), torch.int64, "torch", STEPS_IN_FLIGHT)
-    fresh, to_device = [], Device.to_device
+    table = torch.zeros(5, 24, dtype=torch.int32)
+    ends = RowEnds(device, table, STEPS_IN_FLIGHT, "interpret" if captured else "torch")
+    address, pool = ends.gpu.data_ptr(), RunAgain()
+    if captured:
+        monkeypatch.setattr(row_ends, "resolve_form", lambda form, tensor: "triton")
+        ends.capture(pool)
+    expected, drawn = [[0] * 24 for _ in range(5)], np.random.default_rng(0)
+    for step in range(8):
+        rows = drawn.permutation(4)[: 1 + step % 4].tolist()
+        pieces = [drawn.integers(1, 99, drawn.integers(1, 3)).tolist() for _ in rows]
+        for row, piece in zip(rows, pieces, strict=True):
+            end = int(ends.np[row])
+            expected[row][end : end + len(piece)] = piece
+        assert ends.append(rows, pieces) and ends.apply("write") and not ends.apply("write")
+        if step % STEPS_IN_FLIGHT:
+            device.drain()
+    device.drain()
+    assert table.tolist() == expected and ends.gpu.tolist() == ends.np.tolist()
+    assert ends.gpu.data_ptr() == address and len(pool.captured) == captured
 
-    def counted(device: Device, array: np.ndarray) -> torch.Tensor:
-        fresh.append(len(array))
-        return to_device(device, array)
 
-    monkeypatch.setattr(Device, "to_device", counted)
-    rows: list[list[int]] = [[] for _ in range(STEPS_IN_FLIGHT)]
-    for count in (3, 20, 2, 5, 10):
-        for step, row in enumerate(rows):
-            values = [2**40 * (step + 1) + len(row) + i for i in range(count)]
-            staged.stage_all([step, step], [len(row), len(row) + 1], [values[:1], values[1:]])
-            assert staged.apply("write")
-            row += values
-        device.drain()
-    assert staged.gpu.tolist() == rows
-    assert fresh == [7 + 2 * count for count in (20, 10) for _ in rows], "what does not fit travels by itself"
+def test_rows_end_where_they_are_set_and_too_much_at_once_is_refused(device: Device) -> None:
+    table = torch.zeros(3, 9, dtype=torch.int32)
+    ends = RowEnds(device, table, STEPS_IN_FLIGHT, "torch")
+    ends.set(1, 3)
+    assert ends.append([0, 1], [[1], [2, 3, 4, 5, 6]]), "six cells are two a row"
+    assert ends.apply("write")
+    device.drain()
+    assert ends.gpu.tolist() == [1, 8, 0] and table[:2].tolist() == [[1, *[0] * 8], [0, 0, 0, 2, 3, 4, 5, 6, 0]]
+    assert not ends.append([0], [[5] * 7]) and not ends.apply("write") and ends.np.tolist() == [1, 8, 0]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 7])
+def test_blocks_are_appended_however_many(device: Device, num_blocks: int) -> None:
+    tables = BlockTables(device, 2, 16, 8, 4, STEPS_IN_FLIGHT, "torch")
+    tables.set_block_ids(1, [3])
+    tables.set_block_ids(0, [8, 9])
+    assert tables.apply_staged_writes()
+    tables.append_block_ids([0, 1], [[*range(20, 20 + num_blocks)], [*range(40, 40 + num_blocks)]])
+    assert tables.apply_staged_writes() and not tables.apply_staged_writes()
+    device.drain()
+    rows, ends = tables.block_table.gpu.tolist(), tables.num_blocks.gpu.tolist()
+    assert rows[0][: ends[0]] == [8, 9, *range(20, 20 + num_blocks)]
+    assert rows[1][: ends[1]] == [3, *range(40, 40 + num_blocks)] and ends[2] == 0

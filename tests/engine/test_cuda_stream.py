@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from engine.bench.step_costs import SUMMARY_EVENTS
 from engine.device import SPANS_AT_ONCE, Device
 from engine.hooks import Event, Hooks, SpanBegun, SpanEnded
+from engine.runner_v2.async_output import AsyncOutput, HostBuffers, empty_tokens
+from engine.runner_v2.sample.logprobs import NO_LOGPROBS_PLAN
 from tests.engine.counted_cuda import CountedCuda, counted_cuda
 from tests.engine.engine_helpers import greedy, ids, make_llm, prompt_of
 
@@ -58,7 +61,7 @@ def test_what_a_steady_step_asks_of_cuda(cuda: CountedCuda, observed: bool) -> N
             a_step = (len(log) - events) / (4 * SPANS_AT_ONCE)
     finally:
         llm.close()
-    expected = {"replay": 1, "wait_event": 2, "synchronize": 1}
+    expected = {"replay": 1, "wait_event": 1, "synchronize": 1}
     expected |= {"record timing": 4, "elapsed_time": 4} if observed else {"record": 2}
     asked = calls.pop("query", 0.0)
     assert calls == expected, "no new event in the steady state either"
@@ -80,6 +83,37 @@ def test_marks_are_used_again_once_nobody_holds_them(device: Device, cuda: Count
         at = raw.at
         steps_of(device, 3 * SPANS_AT_ONCE)
         assert raw.at == at, "recorded again while somebody could wait for it"
+
+
+def test_a_mark_for_streams_alone_need_not_wake_the_host(device: Device) -> None:
+    for _ in range(3):  # marks are used again, each kind by itself
+        assert device.compute.record_event().event.blocking  # type: ignore[union-attr]
+        assert not device.compute.record_event(for_host=False).event.blocking  # type: ignore[union-attr]
+
+
+def test_what_the_host_has_needs_no_wait_before_it_is_overwritten(device: Device, cuda: CountedCuda) -> None:
+    tokens, _, _ = empty_tokens(2, 1, torch.device("cpu"))
+    output = AsyncOutput(
+        device, ("a", "b"), None, NO_LOGPROBS_PLAN, None, HostBuffers(device, 3), 1, np.arange(3),
+        lambda: {"tokens": tokens},
+    )  # fmt: skip
+    before = cuda.calls["wait_event"]
+    output.let_overwrite()
+    assert cuda.calls["wait_event"] == before + 1
+    output.get_output()
+    output.let_overwrite()
+    assert cuda.calls["wait_event"] == before + 1
+
+
+def test_the_copy_stream_knows_what_it_interrupts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_current: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: "another")
+    monkeypatch.setattr(torch.cuda, "set_stream", made_current.append)
+    device.copy.submit("alone", nothing)
+    with device.scope():
+        device.copy.submit("inside", nothing)
+    compute, copy = device.compute.stream, device.copy.stream  # type: ignore[union-attr]
+    assert made_current == [copy, "another", compute, copy, compute, "another"]
 
 
 # -- the mark behind a span --------------------------------------------------------------------------------------------
