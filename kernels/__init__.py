@@ -18,6 +18,7 @@ from kernels.bad_words import BadWordsTables, apply_bad_words
 from kernels.bincount import bincount
 from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_mapping
 from kernels.dispatch import FORMS, resolve_form
+from kernels.finish_step import OutputPlaces, SampledStep, StateRows, finish_step
 from kernels.flatten_sampled import flatten_sampled
 from kernels.gather_block_tables import gather_block_tables
 from kernels.grammar_bitmask import apply_grammar_bitmask
@@ -53,10 +54,13 @@ __all__ = [
     "HeadRotation",
     "LogitBiasTables",
     "MaxLengths",
+    "OutputPlaces",
     "PenaltyTables",
     "Purpose",
     "RejectionOutput",
+    "SampledStep",
     "ShiftedInputs",
+    "StateRows",
     "add_rms_norm",
     "apply_bad_words",
     "apply_grammar_bitmask",
@@ -70,6 +74,7 @@ __all__ = [
     "decode_attention",
     "draft_noise_positions",
     "expand_idx_mapping",
+    "finish_step",
     "flatten_sampled",
     "gather_block_tables",
     "get_num_sampled_and_rejected",

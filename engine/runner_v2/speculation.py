@@ -21,6 +21,7 @@ from ..models.layer_outputs import LayerOutputs
 from ..sample.draft_trace import draft_tensors, padded_drafts, padded_rows
 from ..spec_decode import FinishedStep, RowTables, SpecDecoder
 from .async_output import CONFIDENCES, empty_tokens
+from .output_turns import OutputTurns
 from .sample import Sampler, SamplerPlan
 from .sample.rejection_sampler import DraftedStep, RejectionSampler, RejectionSamplerOutput
 from .sample.structured_outputs import GrammarBitmask
@@ -156,16 +157,7 @@ class DraftedWork(StepWork):
         if not self._has_drafts:
             super().sample(plan, grammar, traced)
             return
-        assert self._hidden is not None and self.logits_indices is not None and self._input_tokens is not None
-        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
-        expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
-        step = DraftedStep(
-            self.idx_mapping, self.cu_num_logits, *expanded, token_ids=self._input_tokens,
-            positions=self._buffers.positions[self.logits_indices] + 1, max_drafts=self._speculation.num_drafts,
-        )  # fmt: skip
-        output = self._speculation.rejection_sampler.sample(
-            plan, logits, step, draft_logits=self._speculation.decoder.draft_logits, grammar=grammar
-        )
+        step, output = self._verify(plan, grammar)
         sampled = output.verified.sampled
         num_rows, width = sampled.shape
         tokens, self._sampled, self._num_sampled = empty_tokens(num_rows, width, sampled.device)
@@ -176,10 +168,31 @@ class DraftedWork(StepWork):
             self.output |= output.logprobs.as_dict()
         if self._watched:
             self.output |= self._draft_tensors(step, output)
-        confidences = self._speculation.decoder.confidences
-        if self._speculation.verification.is_budgeted and confidences is not None:
+        if (confidences := self._confidences_wanted()) is not None:
             self.output[CONFIDENCES] = confidences[self.idx_mapping.long()]  # still those of the drafts just judged
         self._hidden = None
+
+    def draw(self, plan: SamplerPlan) -> None:
+        if not self._has_drafts:
+            super().draw(plan)
+            return
+        verified = self._verify(plan)[1].verified
+        self._sampled, self._num_sampled = verified.sampled, verified.num_sampled
+        self._hidden = None
+
+    def _verify(
+        self, plan: SamplerPlan, grammar: GrammarBitmask | None = None
+    ) -> tuple[DraftedStep, RejectionSamplerOutput]:
+        assert self._input_tokens is not None
+        logits, positions = self._logits()
+        expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
+        step = DraftedStep(
+            self.idx_mapping, self.cu_num_logits, *expanded, token_ids=self._input_tokens, positions=positions,
+            max_drafts=self._speculation.num_drafts,
+        )  # fmt: skip
+        draft_logits = self._speculation.decoder.draft_logits
+        sampler = self._speculation.rejection_sampler
+        return step, sampler.sample(plan, logits, step, draft_logits=draft_logits, grammar=grammar)
 
     def _draft_tensors(self, step: DraftedStep, output: RejectionSamplerOutput) -> dict[str, torch.Tensor]:
         cu, n, verified = step.cu_num_logits, step.max_drafts, output.verified
@@ -212,8 +225,17 @@ class DraftedWork(StepWork):
         states.draft_tokens.index_copy_(0, self.idx_mapping.long(), drafts)
         self._hidden_states = None
 
-    def whole_step(self, plan: SamplerPlan, with_prompts: bool) -> dict[str, torch.Tensor]:
+    def output_turns(self) -> OutputTurns:
+        return OutputTurns(
+            self.idx_mapping.shape[0], self.width, self.idx_mapping.device, self._confidences_wanted()
+        )
+
+    def _confidences_wanted(self) -> torch.Tensor | None:
+        """f32 [R, N], by state row, those which the host goes by for later steps."""
+        is_wanted = self._has_drafts and self._speculation.verification.is_budgeted
+        return self._speculation.decoder.confidences if is_wanted else None
+
+    def whole_step(self, plan: SamplerPlan, with_prompts: bool, turns: OutputTurns) -> None:
         self.allot_verification()
-        output = super().whole_step(plan, with_prompts)
+        super().whole_step(plan, with_prompts, turns)
         self.propose()
-        return output

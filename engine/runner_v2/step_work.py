@@ -1,6 +1,6 @@
 """The device's work in one step of runner V2, a method for each launch.
 
-The runner submits these methods one after the other; a captured step is the same methods in the same order.
+The runner submits these methods one after the other; a captured step is the same work, some of it in fewer launches.
 Everything is read from buffers whose addresses never change, apart from the small index of the step. The number in a
 comment is the kernel's in vLLM's table (ARCHITECTURE.md).
 """
@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import (
+    SampledStep,
+    StateRows,
     combine_sampled_and_draft_tokens,
+    finish_step,
     get_num_sampled_and_rejected,
     post_update,
     prepare_pos_seq_lens,
@@ -21,6 +24,7 @@ from kernels import (
 
 from ..attention import AttentionMetadata
 from .async_output import empty_tokens
+from .output_turns import OutputTurns
 from .sample import SamplerPlan
 from .sample.prompt_logprobs import PromptLogprobsPlan
 from .sample.structured_outputs import GrammarBitmask
@@ -117,10 +121,7 @@ class StepWork:
 
     def sample(self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, traced: bool = False) -> None:
         """Logits of the rows that end a request's tokens, and a token for each; `traced` tells how it was drawn."""
-        assert self._hidden is not None and self.logits_indices is not None
-        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
-        # The token to be sampled stands one behind the token that the logits are of.
-        positions = self._buffers.positions[self.logits_indices] + 1
+        logits, positions = self._logits()
         sampler = self._runner.sampler
         untouched = logits.clone() if traced and grammar is not None else logits
         output = sampler.sample(plan, logits, self.idx_mapping, positions, grammar=grammar)
@@ -134,6 +135,19 @@ class StepWork:
             rows = sampler.rows(self.idx_mapping, positions, grammar=grammar)
             self.output |= trace_tensors(sampler, plan, untouched, rows, output.sampled[:, 0])
         self._hidden = None
+
+    def draw(self, plan: SamplerPlan) -> None:
+        """As `sample`, of a plan that is captured: tokens and nothing else."""
+        logits, positions = self._logits()
+        self._sampled = self._runner.sampler.sample(plan, logits, self.idx_mapping, positions).sampled
+        self._num_sampled = None
+        self._hidden = None
+
+    def _logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """f32 [l, V]; and i64 [l], where the token to be sampled will stand: behind the token that they are of."""
+        assert self._hidden is not None and self.logits_indices is not None
+        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
+        return logits, self._buffers.positions[self.logits_indices] + 1
 
     def get_num_sampled_and_rejected(self) -> None:
         """9: a request still inside its prompt has sampled nothing."""
@@ -153,8 +167,26 @@ class StepWork:
             self._runner.sampler.penalties.output_bin_counts if plan.penalties else None, form=self._form,
         )  # fmt: skip
 
-    def whole_step(self, plan: SamplerPlan, with_prompts: bool) -> dict[str, torch.Tensor]:
-        """A whole step as one graph captures it; returns what the host wants of it."""
+    def finish(self, turns: OutputTurns) -> None:
+        """9 and 10, and the output into its place, in one launch."""
+        assert self._sampled is not None
+        states = self._states
+        rows = StateRows(
+            states.num_computed_tokens.gpu, states.last_sampled_tokens, states.total_len.gpu, states.all_token_ids.gpu,
+            states.prefill_len.gpu,
+        )  # fmt: skip
+        step = SampledStep(
+            self.idx_mapping, self.metadata.query_start_loc, self._buffers.seq_lens, self.cu_num_logits, self._sampled,
+            self._num_sampled,
+        )  # fmt: skip
+        self._num_sampled, self._num_rejected = finish_step(step, rows, turns.places, form=self._form)
+
+    def output_turns(self) -> OutputTurns:
+        """Of this step's size."""
+        return OutputTurns(self.idx_mapping.shape[0], self.width, self.idx_mapping.device)
+
+    def whole_step(self, plan: SamplerPlan, with_prompts: bool, turns: OutputTurns) -> None:
+        """A whole step as one graph captures it; what the host wants of it goes to `turns`."""
         if with_prompts:
             self.prepare_prefill_inputs()
         self.prepare_pos_seq_lens()
@@ -162,7 +194,5 @@ class StepWork:
         self.gather_block_tables()
         self.compute_slot_mappings()
         self.forward()
-        self.sample(plan)
-        self.get_num_sampled_and_rejected()
-        self.post_update(plan)
-        return self.output
+        self.draw(plan)
+        self.finish(turns)
