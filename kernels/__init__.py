@@ -33,6 +33,7 @@ from kernels.penalties import PenaltyTables, apply_penalties
 from kernels.post_update import get_num_sampled_and_rejected, post_update
 from kernels.prefill_attention import prefill_attention
 from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
+from kernels.prepare_step import DraftedRows, LogitsRows, RequestRows, StepIndex, StepInputs, prepare_step
 from kernels.prompt_logprobs import prompt_logprobs_token_ids
 from kernels.rejection import DraftedBatch, RejectionOutput, draft_noise_positions, rejection_sample
 from kernels.rms_norm import add_rms_norm
@@ -51,16 +52,21 @@ __all__ = [
     "PAD_SLOT_ID",
     "BadWordsTables",
     "DraftedBatch",
+    "DraftedRows",
     "HeadRotation",
     "LogitBiasTables",
+    "LogitsRows",
     "MaxLengths",
     "OutputPlaces",
     "PenaltyTables",
     "Purpose",
     "RejectionOutput",
+    "RequestRows",
     "SampledStep",
     "ShiftedInputs",
     "StateRows",
+    "StepIndex",
+    "StepInputs",
     "add_rms_norm",
     "apply_bad_words",
     "apply_grammar_bitmask",
@@ -86,6 +92,7 @@ __all__ = [
     "prefill_attention",
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
+    "prepare_step",
     "prompt_logprobs_token_ids",
     "propose_ngram",
     "rejection_sample",

@@ -50,7 +50,7 @@ class OutputPlaces(NamedTuple):
     sampled: torch.Tensor
     # [2, r] i32
     num_sampled: torch.Tensor
-    # [2, r, N] f32, contiguous, and the table [R, N] f32 whose rows go there; or None
+    # [2, r, N] f32 and the table [R, N] f32 whose rows go there, both contiguous; or None
     confidences: torch.Tensor | None = None
     confidence_rows: torch.Tensor | None = None
 
@@ -141,7 +141,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place_stride", "count_place_stride"])
 def _finish_step_kernel(
     idx_mapping_ptr,
     query_start_loc_ptr,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels import expand_idx_mapping
+from kernels import DraftedRows, expand_idx_mapping
 
 from ..attention import AttentionMetadata
 from ..config import ConfigError, EngineConfig
@@ -103,13 +103,12 @@ class DraftedWork(StepWork):
         budget: int | None = None,
         watched: bool = False,
     ) -> None:
-        super().__init__(runner, idx_mapping, num_reqs_padded, num_tokens_padded, metadata)
+        super().__init__(runner, idx_mapping, num_reqs_padded, num_tokens_padded, metadata, num_logits)
         self._speculation = speculation
         self._budget = budget
-        self._has_drafts = num_logits > idx_mapping.shape[0] or budget is not None
+        self.has_drafts = num_logits > idx_mapping.shape[0] or budget is not None
         self._watched = watched
-        self.num_logits = num_logits
-        self.width = 1 + speculation.num_drafts if self._has_drafts else 1
+        self.width = 1 + speculation.num_drafts if self.has_drafts else 1
         cu_num_logits = (runner.input_buffers if budget is None else speculation.verification).cu_num_logits
         self.cu_num_logits = cu_num_logits[: idx_mapping.shape[0] + 1]
         self._input_tokens: torch.Tensor | None = None
@@ -131,7 +130,7 @@ class DraftedWork(StepWork):
     def combine_sampled_and_draft_tokens(self) -> None:
         """4, and notes the drafts: what stands for none is no input of the model."""
         super().combine_sampled_and_draft_tokens()
-        if self._has_drafts:
+        if self.has_drafts:
             input_ids = self._buffers.input_ids[: self.num_tokens_padded]
             self._input_tokens = input_ids[self.logits_indices]
             input_ids.clamp_(min=0)
@@ -154,7 +153,7 @@ class DraftedWork(StepWork):
 
         How the tokens of a step with drafts are drawn is not `traced`; what becomes of the drafts is, if watched.
         """
-        if not self._has_drafts:
+        if not self.has_drafts:
             super().sample(plan, grammar, traced)
             return
         step, output = self._verify(plan, grammar)
@@ -173,7 +172,7 @@ class DraftedWork(StepWork):
         self._hidden = None
 
     def draw(self, plan: SamplerPlan) -> None:
-        if not self._has_drafts:
+        if not self.has_drafts:
             super().draw(plan)
             return
         verified = self._verify(plan)[1].verified
@@ -183,11 +182,13 @@ class DraftedWork(StepWork):
     def _verify(
         self, plan: SamplerPlan, grammar: GrammarBitmask | None = None
     ) -> tuple[DraftedStep, RejectionSamplerOutput]:
-        assert self._input_tokens is not None
         logits, positions = self._logits()
-        expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
+        drafted = None if self._logits_rows is None else self._logits_rows.drafted
+        if drafted is None:
+            expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
+            drafted = DraftedRows(self.input_tokens(), *expanded)
         step = DraftedStep(
-            self.idx_mapping, self.cu_num_logits, *expanded, token_ids=self._input_tokens, positions=positions,
+            self.idx_mapping, self.cu_num_logits, drafted.idx_mapping, drafted.local_pos, drafted.token_ids, positions,
             max_drafts=self._speculation.num_drafts,
         )  # fmt: skip
         draft_logits = self._speculation.decoder.draft_logits
@@ -232,7 +233,7 @@ class DraftedWork(StepWork):
 
     def _confidences_wanted(self) -> torch.Tensor | None:
         """f32 [R, N], by state row, those which the host goes by for later steps."""
-        is_wanted = self._has_drafts and self._speculation.verification.is_budgeted
+        is_wanted = self.has_drafts and self._speculation.verification.is_budgeted
         return self._speculation.decoder.confidences if is_wanted else None
 
     def whole_step(self, plan: SamplerPlan, with_prompts: bool, turns: OutputTurns) -> None:

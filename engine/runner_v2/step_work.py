@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import (
+    LogitsRows,
+    RequestRows,
     SampledStep,
     StateRows,
+    StepIndex,
+    StepInputs,
     combine_sampled_and_draft_tokens,
     finish_step,
     get_num_sampled_and_rejected,
     post_update,
     prepare_pos_seq_lens,
     prepare_prefill_inputs,
+    prepare_step,
 )
 
 from ..attention import AttentionMetadata
@@ -35,13 +40,17 @@ if TYPE_CHECKING:
 
 
 class StepWork:
-    """r requests in the step's index, t tokens with padding; l = r logits rows.
+    """r requests in the step's index, t tokens with padding; l logits rows.
 
     Args:
         idx_mapping: i32 [r], batch position -> state row.
         num_reqs_padded: >= r, rows of the gathered block table that are made.
         num_tokens_padded: >= t, tokens that the model runs over.
+        num_logits: l; None: one a request.
     """
+
+    has_drafts = False
+    """Requests may have some."""
 
     def __init__(
         self,
@@ -50,6 +59,7 @@ class StepWork:
         num_reqs_padded: int,
         num_tokens_padded: int,
         metadata: AttentionMetadata,
+        num_logits: int | None = None,
     ) -> None:
         self._runner = runner
         self._form = runner.form
@@ -61,12 +71,15 @@ class StepWork:
         self.num_tokens_padded = num_tokens_padded
         self.metadata = metadata
         # cu_num_logits without drafts: one row a request, so a prefix of 0..R.
-        self.num_logits = idx_mapping.shape[0]
-        self.cu_num_logits = runner.arange[: self.num_logits + 1]
+        self.num_logits = idx_mapping.shape[0] if num_logits is None else num_logits
+        self.cu_num_logits = runner.arange[: idx_mapping.shape[0] + 1]
+        # Outside prompts every token has a row of logits; behind padding's tokens stand padding's rows.
+        self._each_has_logits = not metadata.has_admitted and self.num_logits == metadata.num_tokens
         self.width = 1
         """Tokens that a request may get."""
         self.logits_indices: torch.Tensor | None = None
         self.output: dict[str, torch.Tensor] = {}
+        self._logits_rows: LogitsRows | None = None
         self._hidden: torch.Tensor | None = None
         self._sampled: torch.Tensor | None = None
         self._num_sampled: torch.Tensor | None = None
@@ -104,6 +117,24 @@ class StepWork:
         self._tables.compute_slots(
             self.idx_mapping, self.metadata.query_start_loc, self._buffers.positions, self.num_tokens_padded
         )
+
+    def prepare_step(self, with_prompts: bool) -> None:
+        """2 to 7, in one launch."""
+        states, buffers, tables = self._states, self._buffers, self._tables
+        rows = RequestRows(
+            states.num_computed_tokens.gpu, states.prefill_len.gpu, states.all_token_ids.gpu,
+            states.last_sampled_tokens, states.draft_tokens, tables.block_table.gpu, tables.num_blocks.gpu,
+        )  # fmt: skip
+        inputs = StepInputs(
+            buffers.input_ids, buffers.positions, buffers.seq_lens, tables.slot_mapping, tables.input_block_table,
+            states.next_prefill_tokens,
+        )  # fmt: skip
+        index = StepIndex(self.idx_mapping, self.metadata.query_start_loc, self.cu_num_logits)
+        self._logits_rows = prepare_step(
+            index, rows, inputs, block_size=tables.block_size, num_tokens_padded=self.num_tokens_padded,
+            num_logits=self.num_logits, with_prompts=with_prompts, with_drafts=self.has_drafts, form=self._form,
+        )  # fmt: skip
+        self.logits_indices = self._logits_rows.indices
 
     def forward(self) -> None:
         """The model over the flat input."""
@@ -146,8 +177,10 @@ class StepWork:
     def _logits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """f32 [l, V]; and i64 [l], where the token to be sampled will stand: behind the token that they are of."""
         assert self._hidden is not None and self.logits_indices is not None
-        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
-        return logits, self._buffers.positions[self.logits_indices] + 1
+        hidden, rows = self._hidden, self._logits_rows
+        hidden = hidden[: self.num_logits] if self._each_has_logits else hidden[self.logits_indices]
+        positions = self._buffers.positions[self.logits_indices] + 1 if rows is None else rows.positions
+        return self._runner.model.compute_logits(hidden), positions
 
     def get_num_sampled_and_rejected(self) -> None:
         """9: a request still inside its prompt has sampled nothing."""
@@ -187,12 +220,7 @@ class StepWork:
 
     def whole_step(self, plan: SamplerPlan, with_prompts: bool, turns: OutputTurns) -> None:
         """A whole step as one graph captures it; what the host wants of it goes to `turns`."""
-        if with_prompts:
-            self.prepare_prefill_inputs()
-        self.prepare_pos_seq_lens()
-        self.combine_sampled_and_draft_tokens()
-        self.gather_block_tables()
-        self.compute_slot_mappings()
+        self.prepare_step(with_prompts)
         self.forward()
         self.draw(plan)
         self.finish(turns)

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 I32, I64, F32, BF16 = "*i32", "*i64", "*fp32", "*bf16"
 ROTATION = (I64, F32, BF16, BF16, "fp32")
 NO_ROTATION = dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))
+NO_DRAFTS = dict.fromkeys(("token_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"))
 QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 TILES = {"BLOCK_D": 128, "BLOCK_SIZE": 16, "UPCAST": False}
 DECODE = (BF16, "i32", BF16, "i64", I32, "i32", I32, I64)
@@ -56,6 +57,19 @@ KERNELS = [
         (I32, I32, I64, I32, I32, I64, I32, I32, I32, *["i32"] * 5),
         {"BLOCK": 1, "output_bin_counts_ptr": None},
     ),
+    *[
+        (
+            "prepare_step",
+            "_prepare_step_kernel",
+            (
+                *[I32] * 6, I64, I64, I32, I32, *["i32"] * 4, I32, I64, I32, I64, I32, I32, "i32", I64, I64, *rows,
+                *["i32"] * 4,
+            ),
+            {"WITH_PROMPTS": prompts, "BLOCK_SIZE": 16, "PAD": -1, "BLOCK_T": 1024, "BLOCK_B": 1024, "BLOCK_L": 32}
+            | ({} if rows else NO_DRAFTS),
+        )
+        for prompts, rows in ((True, (I32, I32, I32)), (False, ()))
+    ],
     (
         "finish_step",
         "_finish_step_kernel",
