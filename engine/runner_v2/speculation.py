@@ -214,16 +214,18 @@ class DraftedWork(StepWork):
             last_sampled_tokens=states.last_sampled_tokens, num_blocks=self._tables.num_blocks.gpu,
             temperature=self._runner.sampling_states.temperature.gpu, seeds=self._runner.sampling_states.seeds.gpu,
             all_token_ids=states.all_token_ids.gpu, total_len=states.total_len.gpu,
-            next_prefill_tokens=states.next_prefill_tokens,
+            next_prefill_tokens=states.next_prefill_tokens, draft_tokens=states.draft_tokens,
         )  # fmt: skip
         step = FinishedStep(
             idx_mapping=self.idx_mapping, input_ids=self._buffers.input_ids, positions=self._buffers.positions,
             num_sampled=self._num_sampled, num_rejected=self._num_rejected, metadata=self.metadata, rows=rows,
             hidden_states=self._hidden_states,
         )  # fmt: skip
-        drafts = self._speculation.decoder.propose(step)
-        drafts = self._speculation.verification.cut(drafts, self.idx_mapping)
-        states.draft_tokens.index_copy_(0, self.idx_mapping.long(), drafts)
+        decoder = self._speculation.decoder
+        drafts = decoder.propose(step)
+        cut = self._speculation.verification.cut(drafts, self.idx_mapping)
+        if cut is not drafts or not decoder.keeps_drafts:
+            states.draft_tokens.index_copy_(0, self.idx_mapping.long(), cut)
         self._hidden_states = None
 
     def output_turns(self) -> OutputTurns:

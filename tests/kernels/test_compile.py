@@ -223,8 +223,14 @@ KERNELS = [
     (
         "mask_drafts",
         "_mask_drafts_kernel",
-        (I64, I32, I64, I64, "i32", "i32", F32, F32, F32, "i32"),
+        (I64, I32, I64, I64, "i32", "i32", F32, F32, F32, "i32", I64, "i32"),
         {"NUM_DRAFTS": 7, "NONE": -1, "BLOCK": 8},
+    ),
+    (
+        "keep_drafts",
+        "_keep_drafts_kernel",
+        (I64, I32, I32, I64, "i32", I64, "i32"),
+        {"NUM_DRAFTS": 1, "NONE": -1, "BLOCK": 1},
     ),
     (
         "token_rows",
