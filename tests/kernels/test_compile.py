@@ -251,21 +251,21 @@ KERNELS = [
     (
         "linear_triton",
         "one_row_kernel",
-        (BF16, "i32", BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
-        {**LINEAR, "GATED": True, "SPLIT": 4, "bias_ptr": None, "residual_ptr": None},
+        (BF16, "i32", BF16, BF16, BF16, "i32", "i32", "i32", "i32", "i32", "fp32"),
+        {**LINEAR, "GATED": True, "SPLIT": 4, "bias_ptr": None, "residual_ptr": None, "copy_ptr": None},
     ),
     (
         "linear_triton",
         "few_rows_kernel",
-        (BF16, "i32", BF16, BF16, BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        (BF16, "i32", BF16, BF16, BF16, BF16, BF16, "i32", BF16, "i32", "i32", "i32", "i32", "fp32"),
         {**LINEAR, "GATED": False, "BLOCK_M": 8, "COLUMNS_FIRST": True},
     ),
     (
         "linear_triton",
         "few_rows_kernel",
-        (BF16, "i32", BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        (BF16, "i32", BF16, BF16, "i32", "i32", "i32", "i32", "i32", "fp32"),
         {**LINEAR, "GATED": True, "BLOCK_M": 16, "COLUMNS_FIRST": False}
-        | dict.fromkeys(("norm_weight_ptr", "bias_ptr", "residual_ptr")),
+        | dict.fromkeys(("norm_weight_ptr", "bias_ptr", "residual_ptr", "copy_ptr")),
     ),
 ]
 
