@@ -65,7 +65,9 @@ def make_speculation(
         return None
     assert config.max_num_seqs is not None
     verification = before.verification if before else None
-    verification = verification or Verification(spec, decoder, device, hooks, config.max_num_seqs)
+    verification = verification or Verification(
+        spec, decoder, device, hooks, config.max_num_seqs, config.kernel_backend
+    )
     if verification.is_budgeted and device.is_cuda and model.triton_attention is None:
         raise ConfigError(
             f"verification_schedule='budgeted' with kernel_backend={config.kernel_backend!r} on {device.torch_device}: "

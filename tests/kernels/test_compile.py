@@ -227,6 +227,12 @@ KERNELS = [
         {"NUM_DRAFTS": 7, "NONE": -1, "BLOCK": 8},
     ),
     (
+        "allot_verification",
+        "_allot_verification_kernel",
+        (F32, "i32", I32, I32, "i32", I32, I32, "i32"),
+        {"NUM_DRAFTS": 7, "BLOCK_R": 16, "BLOCK_N": 8},
+    ),
+    (
         "keep_drafts",
         "_keep_drafts_kernel",
         (I64, I32, I32, I64, "i32", I64, "i32"),
