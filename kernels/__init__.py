@@ -18,6 +18,7 @@ from kernels.bad_words import BadWordsTables, apply_bad_words
 from kernels.bincount import bincount
 from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_mapping
 from kernels.dispatch import FORMS, resolve_form
+from kernels.finish_step import OutputPlaces, SampledStep, StateRows, finish_step
 from kernels.flatten_sampled import flatten_sampled
 from kernels.gather_block_tables import gather_block_tables
 from kernels.grammar_bitmask import apply_grammar_bitmask
@@ -32,6 +33,7 @@ from kernels.penalties import PenaltyTables, apply_penalties
 from kernels.post_update import get_num_sampled_and_rejected, post_update
 from kernels.prefill_attention import prefill_attention
 from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
+from kernels.prepare_step import DraftedRows, LogitsRows, RequestRows, StepIndex, StepInputs, prepare_step
 from kernels.prompt_logprobs import prompt_logprobs_token_ids
 from kernels.rejection import DraftedBatch, RejectionOutput, draft_noise_positions, rejection_sample
 from kernels.rms_norm import add_rms_norm
@@ -52,13 +54,21 @@ __all__ = [
     "PAD_SLOT_ID",
     "BadWordsTables",
     "DraftedBatch",
+    "DraftedRows",
     "HeadRotation",
     "LogitBiasTables",
+    "LogitsRows",
     "MaxLengths",
+    "OutputPlaces",
     "PenaltyTables",
     "Purpose",
     "RejectionOutput",
+    "RequestRows",
+    "SampledStep",
     "ShiftedInputs",
+    "StateRows",
+    "StepIndex",
+    "StepInputs",
     "add_rms_norm",
     "apply_bad_words",
     "apply_grammar_bitmask",
@@ -72,6 +82,7 @@ __all__ = [
     "decode_attention",
     "draft_noise_positions",
     "expand_idx_mapping",
+    "finish_step",
     "flatten_sampled",
     "gather_block_tables",
     "get_num_sampled_and_rejected",
@@ -83,6 +94,7 @@ __all__ = [
     "prefill_attention",
     "prepare_pos_seq_lens",
     "prepare_prefill_inputs",
+    "prepare_step",
     "prompt_logprobs_token_ids",
     "propose_ngram",
     "rejection_sample",

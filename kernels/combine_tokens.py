@@ -213,19 +213,30 @@ def _combine_sampled_and_draft_tokens_kernel(
     first_slot = tl.load(query_start_loc_ptr + req + 1) - num_logits
     seq_len = tl.load(seq_lens_ptr + req)
     prompt = tl.load(prefill_len_ptr + row)
-    last_sampled = tl.load(last_sampled_tokens_ptr + row * last_sampled_tokens_stride)
-    # First column of a draft is that of logits row 1.
-    drafts_ptr = draft_tokens_ptr + row * draft_tokens_stride - 1
-    decoding = seq_len > prompt
-    first_written = tl.where(seq_len - num_logits >= prompt, 0, 1)
     for done in range(0, num_logits, BLOCK):
         k = done + tl.arange(0, BLOCK)
         mask = k < num_logits
         tl.store(logits_indices_ptr + begin + k, (first_slot + k).to(tl.int64), mask=mask)
-        if decoding:
-            draft = tl.load(drafts_ptr + k, mask=mask & (k > 0), other=0)
-            token = tl.where(k == 0, last_sampled, draft).to(tl.int32)
-            tl.store(input_ids_ptr + first_slot + k, token, mask=mask & (k >= first_written))
+        token, is_known = decoded_tokens(
+            k, row, seq_len, num_logits, prompt, last_sampled_tokens_ptr, last_sampled_tokens_stride, draft_tokens_ptr,
+            draft_tokens_stride,
+        )  # fmt: skip
+        tl.store(input_ids_ptr + first_slot + k, token, mask=is_known)
+
+
+@triton.jit
+def decoded_tokens(
+    k, row, seq_len, num_logits, prompt, last_sampled_tokens_ptr, last_sampled_tokens_stride, draft_tokens_ptr,
+    draft_tokens_stride,
+):  # fmt: skip
+    """The input tokens i32 of a request's rows k of logits, and which of them are no tokens of its prompt."""
+    first = tl.where(seq_len > prompt, tl.where(seq_len - num_logits >= prompt, 0, 1), num_logits)
+    is_known = (k >= first) & (k < num_logits)
+    last_sampled = tl.load(last_sampled_tokens_ptr + row * last_sampled_tokens_stride)
+    # First column of a draft is that of logits row 1.
+    drafts_ptr = draft_tokens_ptr + row * draft_tokens_stride - 1
+    draft = tl.load(drafts_ptr + k, mask=is_known & (k > 0), other=0)
+    return tl.where(k == 0, last_sampled, draft).to(tl.int32), is_known
 
 
 @triton.jit

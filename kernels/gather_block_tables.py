@@ -113,8 +113,12 @@ def _gather_block_tables_kernel(
             tl.store(out_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < max_num_blocks)
         return
     row = tl.load(idx_mapping_ptr + req).to(tl.int64)
-    used = tl.load(num_blocks_ptr + row)
-    source_ptr = block_table_ptr + row * block_table_stride
+    copy_blocks(block_table_ptr + row * block_table_stride, tl.load(num_blocks_ptr + row), out_ptr, BLOCK)
+
+
+@triton.jit
+def copy_blocks(source_ptr, used, out_ptr, BLOCK: tl.constexpr):
+    """The used prefix of a block row."""
     for done in range(0, used, BLOCK):
         column = done + tl.arange(0, BLOCK)
         mask = column < used

@@ -28,6 +28,8 @@ def small_linear(
     bias: torch.Tensor | None = None,
     # [t, N], changed in place
     residual: torch.Tensor | None = None,
+    # [t, N] of the result's dtype, any row stride: written too
+    copy: torch.Tensor | None = None,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     form: str = "auto",
@@ -51,19 +53,29 @@ def small_linear(
         check_tensors(x.dtype, 2, num_rows, residual=residual)
         if out_dtype not in (None, x.dtype):
             raise ValueError(f"a residual of {x.dtype} is changed in place, so out_dtype={out_dtype} is not possible")
+    if copy is not None:
+        check_tensors(out_dtype or x.dtype, 2, num_rows, copy=copy)
+        if copy.shape != (num_rows, num_columns):
+            raise ValueError(f"copy must be [{num_rows}, {num_columns}], got {tuple(copy.shape)}")
     form = resolve_form(form, x)
     if form == "torch":
-        return _torch(x, weight, norm_weight, eps, bias, residual, gated).to(out_dtype or x.dtype)
+        out = _torch(x, weight, norm_weight, eps, bias, residual, gated).to(out_dtype or x.dtype)
+        return out if copy is None else _copied(out, copy)
     out = residual if residual is not None else x.new_empty(num_rows, num_columns, dtype=out_dtype)
     if form == "loop":
         _loop(x, weight, norm_weight, eps, bias, residual, gated, out)
-        return out
+        return out if copy is None else _copied(out, copy)
     if num_rows > max_rows(x):
         raise ValueError(
             f"small_linear's kernels take at most {max_rows(x)} row(s) of {x.dtype} on {x.device.type}, "
             f"got {num_rows}: use form='torch' for more"
         )
-    _launch(x, weight, norm_weight, eps, bias, residual, gated, out, form)
+    _launch(x, weight, norm_weight, eps, bias, residual, copy, gated, out, form)
+    return out
+
+
+def _copied(out: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    copy.copy_(out)
     return out
 
 
@@ -74,6 +86,7 @@ def _launch(
     eps: float,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    copy: torch.Tensor | None,
     gated: bool,
     out: torch.Tensor,
     form: str,
@@ -98,6 +111,8 @@ def _launch(
         residual,
         out,
         out.stride(0),
+        copy,
+        0 if copy is None else copy.stride(0),
         num_rows,
         num_columns,
         depth,

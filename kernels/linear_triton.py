@@ -18,7 +18,7 @@ def _load(ptr, mask, EVEN: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _finish(y, row, column, bias_ptr, residual_ptr, out_ptr, out_stride, num_rows, N):
+def _finish(y, row, column, bias_ptr, residual_ptr, out_ptr, out_stride, copy_ptr, copy_stride, num_rows, N):
     # y, row and column broadcast to one shape
     inside = (row < num_rows) & (column < N)
     if bias_ptr is not None:
@@ -26,7 +26,10 @@ def _finish(y, row, column, bias_ptr, residual_ptr, out_ptr, out_stride, num_row
     offset = row * out_stride + column
     if residual_ptr is not None:
         y += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
+    y = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, y, mask=inside)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + row * copy_stride + column, y, mask=inside)
 
 
 @triton.jit
@@ -39,6 +42,8 @@ def one_row_kernel(
     residual_ptr,
     out_ptr,
     out_stride,
+    copy_ptr,
+    copy_stride,
     num_rows,
     N,
     K,
@@ -91,7 +96,9 @@ def one_row_kernel(
         y *= scale
     if GATED:
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(tl.sum(up_acc, axis=2), axis=0) * scale)
-    _finish(y, column * 0, column, bias_ptr, residual_ptr, out_ptr, out_stride, num_rows, N)
+    _finish(
+        y, column * 0, column, bias_ptr, residual_ptr, out_ptr, out_stride, copy_ptr, copy_stride, num_rows, N
+    )  # fmt: skip
 
 
 @triton.jit
@@ -115,6 +122,8 @@ def few_rows_kernel(
     residual_ptr,
     out_ptr,
     out_stride,
+    copy_ptr,
+    copy_stride,
     num_rows,
     N,
     K,
@@ -182,10 +191,9 @@ def few_rows_kernel(
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(up_acc, axis=0) * scale)
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if COLUMNS_FIRST:
-        _finish(y, row[None, :], column[:, None], bias_ptr, residual_ptr, out_ptr, out_stride, num_rows, N)
-    else:
-        _finish(y, row[:, None], column[None, :], bias_ptr, residual_ptr, out_ptr, out_stride, num_rows, N)
+    row = row[None, :] if COLUMNS_FIRST else row[:, None]
+    column = column[:, None] if COLUMNS_FIRST else column[None, :]
+    _finish(y, row, column, bias_ptr, residual_ptr, out_ptr, out_stride, copy_ptr, copy_stride, num_rows, N)
 
 
 @triton.jit

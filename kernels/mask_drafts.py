@@ -32,6 +32,8 @@ def mask_drafts(
     positions: torch.Tensor,
     max_model_len: int,
     confidences: Confidences | None = None,
+    # [R, N] i64, by state row, changed in place: where the drafts go too; None: nowhere else
+    kept_tokens: torch.Tensor | None = None,
     *,
     form: str = "auto",
 ) -> None:
@@ -54,13 +56,17 @@ def mask_drafts(
             check_tensors(torch.float32, 1, num_drafts, divisors=confidences.divisors)
         if not confidences.logits.is_contiguous() or confidences.kept.shape[1] != num_drafts:
             raise ValueError(f"confidences must be contiguous [r, {num_drafts}] and kept as [R, {num_drafts}]")
+    if kept_tokens is not None:
+        check_tensors(torch.int64, 2, kept_tokens=kept_tokens)
+        if kept_tokens.shape[1] != num_drafts:
+            raise ValueError(f"kept_tokens must be [R, {num_drafts}], got {tuple(kept_tokens.shape)}")
     if not tokens.is_contiguous() or (num_reqs and slot_mapping.shape[0] % num_reqs):
         raise ValueError(f"tokens must be contiguous, and the block's queries Q for each of the {num_reqs} requests")
     form = resolve_form(form, tokens)
     if form == "torch":
-        _torch(tokens, idx_mapping, slot_mapping, positions, max_model_len, confidences)
+        _torch(tokens, idx_mapping, slot_mapping, positions, max_model_len, confidences, kept_tokens)
     elif form == "loop":
-        _loop(tokens, idx_mapping, slot_mapping, positions, max_model_len, confidences)
+        _loop(tokens, idx_mapping, slot_mapping, positions, max_model_len, confidences, kept_tokens)
     elif num_reqs:
         launch(
             _mask_drafts_kernel,
@@ -73,6 +79,8 @@ def mask_drafts(
             max_model_len,
             *(confidences or (None, None, None)),
             confidences.kept.stride(0) if confidences else 0,
+            kept_tokens,
+            0 if kept_tokens is None else kept_tokens.stride(0),
             form=form,
             num_warps=1,
             NUM_DRAFTS=num_drafts,
@@ -83,7 +91,7 @@ def mask_drafts(
 
 def _loop(
     tokens: torch.Tensor, idx_mapping: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor,
-    max_model_len: int, confidences: Confidences | None,
+    max_model_len: int, confidences: Confidences | None, kept_tokens: torch.Tensor | None,
 ) -> None:  # fmt: skip
     num_reqs, num_drafts = tokens.shape
     for i in range(num_reqs):
@@ -96,11 +104,13 @@ def _loop(
                 divisor = 1.0 if confidences.divisors is None else float(confidences.divisors[n])
                 chance = 0.0 if absent else torch.sigmoid(confidences.logits[i, n] / divisor)
                 confidences.kept[int(idx_mapping[i]), n] = chance
+        if kept_tokens is not None:
+            kept_tokens[int(idx_mapping[i])] = tokens[i]
 
 
 def _torch(
     tokens: torch.Tensor, idx_mapping: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor,
-    max_model_len: int, confidences: Confidences | None,
+    max_model_len: int, confidences: Confidences | None, kept_tokens: torch.Tensor | None,
 ) -> None:  # fmt: skip
     num_reqs, num_drafts = tokens.shape
     if not num_reqs:
@@ -112,9 +122,11 @@ def _torch(
         logits = confidences.logits if confidences.divisors is None else confidences.logits / confidences.divisors
         chances = torch.sigmoid(logits).masked_fill_(absent, 0.0)
         confidences.kept.index_copy_(0, idx_mapping[:num_reqs].long(), chances)
+    if kept_tokens is not None:
+        kept_tokens.index_copy_(0, idx_mapping[:num_reqs].long(), tokens)
 
 
-@triton.jit(do_not_specialize=["num_queries", "max_model_len", "kept_stride"])
+@triton.jit(do_not_specialize=["num_queries", "max_model_len", "kept_stride", "kept_tokens_stride"])
 def _mask_drafts_kernel(
     tokens_ptr,
     idx_mapping_ptr,
@@ -126,6 +138,8 @@ def _mask_drafts_kernel(
     divisors_ptr,
     kept_ptr,
     kept_stride,
+    kept_tokens_ptr,
+    kept_tokens_stride,
     NUM_DRAFTS: tl.constexpr,
     NONE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,10 +151,13 @@ def _mask_drafts_kernel(
     place = tl.load(positions_ptr + req * num_queries + n, mask=mask, other=0)
     absent = (slot < 0) | (place + 1 >= max_model_len)
     tl.store(tokens_ptr + req * NUM_DRAFTS + n, tl.full([BLOCK], NONE, tl.int64), mask=mask & absent)
+    row = tl.load(idx_mapping_ptr + req).to(tl.int64)
+    if kept_tokens_ptr is not None:
+        token = tl.load(tokens_ptr + req * NUM_DRAFTS + n, mask=mask & (absent == 0), other=NONE)
+        tl.store(kept_tokens_ptr + row * kept_tokens_stride + n, token, mask=mask)
     if logits_ptr is not None:
         z = tl.load(logits_ptr + req * NUM_DRAFTS + n, mask=mask, other=0.0)
         if divisors_ptr is not None:
             z /= tl.load(divisors_ptr + n, mask=mask, other=1.0)
-        row = tl.load(idx_mapping_ptr + req).to(tl.int64)
         chance = tl.where(absent, 0.0, 1.0 / (1.0 + tl.exp(-z)))
         tl.store(kept_ptr + row * kept_stride + n, chance, mask=mask)

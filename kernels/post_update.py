@@ -255,10 +255,25 @@ def _post_update_kernel(
     if row == -1:
         return
     count = tl.load(num_sampled_ptr + req)
-    length = tl.load(total_len_ptr + row)
     k = tl.arange(0, BLOCK)
+    token = tl.load(sampled_tokens_ptr + req * sampled_tokens_stride + k, mask=k < count, other=0)
+    scheduled = tl.load(query_start_loc_ptr + req + 1) - tl.load(query_start_loc_ptr + req)
+    append_tokens(
+        row, k, token, count, scheduled - tl.load(num_rejected_ptr + req), num_computed_tokens_ptr,
+        last_sampled_tokens_ptr, total_len_ptr, all_token_ids_ptr, output_bin_counts_ptr, last_sampled_tokens_stride,
+        all_token_ids_stride, output_bin_counts_stride, max_model_len,
+    )  # fmt: skip
+
+
+@triton.jit
+def append_tokens(
+    row, k, token, count, num_computed, num_computed_tokens_ptr, last_sampled_tokens_ptr, total_len_ptr,
+    all_token_ids_ptr, output_bin_counts_ptr, last_sampled_tokens_stride, all_token_ids_stride,
+    output_bin_counts_stride, max_model_len,
+):  # fmt: skip
+    """The first `count` of token i64 [BLOCK] to the row's own, and `num_computed` tokens more that are computed."""
+    length = tl.load(total_len_ptr + row)
     used = k < count
-    token = tl.load(sampled_tokens_ptr + req * sampled_tokens_stride + k, mask=used, other=0)
     tl.store(last_sampled_tokens_ptr + row * last_sampled_tokens_stride + k * 0, token, mask=k == count - 1)
     tl.store(
         all_token_ids_ptr + row * all_token_ids_stride + length + k,
@@ -269,6 +284,4 @@ def _post_update_kernel(
         # One request may sample a token twice in a step.
         tl.atomic_add(output_bin_counts_ptr + row * output_bin_counts_stride + token, 1, mask=used)
     tl.store(total_len_ptr + row, length + count)
-    scheduled = tl.load(query_start_loc_ptr + req + 1) - tl.load(query_start_loc_ptr + req)
-    computed = tl.load(num_computed_tokens_ptr + row)
-    tl.store(num_computed_tokens_ptr + row, computed + scheduled - tl.load(num_rejected_ptr + req))
+    tl.store(num_computed_tokens_ptr + row, tl.load(num_computed_tokens_ptr + row) + num_computed)

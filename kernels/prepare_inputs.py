@@ -167,6 +167,18 @@ def _prepare_prefill_inputs_kernel(
         return
     begin = tl.load(query_start_loc_ptr + req)
     length = tl.load(query_start_loc_ptr + req + 1) - begin
+    copy_prompt(
+        row, begin, length, computed, prompt, input_ids_ptr, next_prefill_tokens_ptr, all_token_ids_ptr,
+        all_token_ids_stride, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_prompt(
+    row, begin, length, computed, prompt, input_ids_ptr, next_prefill_tokens_ptr, all_token_ids_ptr,
+    all_token_ids_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tokens of a request that is still prefilling, from slot `begin` on, and the one behind them."""
     source_ptr = all_token_ids_ptr + row * all_token_ids_stride + computed
     for done in range(0, length, BLOCK):
         offset = done + tl.arange(0, BLOCK)

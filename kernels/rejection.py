@@ -42,7 +42,8 @@ class RejectionOutput(NamedTuple):
     """Of row i the first `num_sampled[i]` tokens: accepted drafts, then one of the target's own; behind them -1.
 
     The draft at local position j + 1 is judged by logits row j: there stand p and q, the target's and the drafter's
-    probability of it, and its uniform u. 0 in rows without a draft. A greedy request's p is 1 for the argmax, else 0.
+    probability of it, and its uniform u. 0 in a request's rows without a draft, anything in rows of nobody. A greedy
+    request's p is 1 for the argmax, else 0.
     """
 
     # [r, N + 1] i64
@@ -116,9 +117,9 @@ def rejection_sample(
         return RejectionOutput(*torch_form(*args, all_greedy))
     device = target_logits.device
     out = RejectionOutput(
-        torch.full((num_reqs, batch.max_drafts + 1), -1, dtype=torch.int64, device=device),
+        torch.empty(num_reqs, batch.max_drafts + 1, dtype=torch.int64, device=device),
         torch.empty(num_reqs, dtype=torch.int32, device=device),
-        *torch.zeros(3, num_logits, device=device),
+        *(torch.empty(num_logits, device=device) for _ in range(3)),
     )
     if form == "loop":
         loop_form(*args, out)

@@ -56,7 +56,8 @@ def judge_kernel(
     METHOD: tl.constexpr, DECIDE: tl.constexpr, ALL_GREEDY: tl.constexpr, DRAFTS: tl.constexpr, BLOCKS: tl.constexpr,
     ACCEPT: tl.constexpr,
 ):  # fmt: skip
-    """24, 26: p, q and u of a request's drafts and, where no residual mass is needed for it, how many are accepted."""
+    """24, 26: p, q and u of a request's drafts and, where no residual mass is needed for it, how many are accepted.
+    DRAFTS > max_drafts, as there is a row of logits more."""
     req = tl.program_id(0).to(tl.int64)
     begin = tl.load(cu_num_logits_ptr + req).to(tl.int64)
     k = tl.arange(0, DRAFTS)
@@ -95,9 +96,10 @@ def judge_kernel(
     place = ((position >> 32) + k).to(tl.uint32)
     word, _, _, _ = philox_triton(tl.load(seeds_ptr + state), zero, position.to(tl.uint32), zero + ACCEPT, place)
     u = tl.uint_to_uniform_float(word)
-    tl.store(target_probs_ptr + begin + k, p, mask=is_draft)
-    tl.store(draft_probs_ptr + begin + k, q, mask=is_draft)
-    tl.store(uniforms_ptr + begin + k, u, mask=is_draft)
+    is_row = k < tl.load(cu_num_logits_ptr + req + 1) - begin
+    tl.store(target_probs_ptr + begin + k, p, mask=is_row)
+    tl.store(draft_probs_ptr + begin + k, q, mask=is_row)
+    tl.store(uniforms_ptr + begin + k, tl.where(is_draft, u, 0.0), mask=is_row)
     before = p * 0.0 + 1.0
     after = before
     if METHOD == 2:
@@ -121,7 +123,8 @@ def judge_kernel(
                 passed = u * q < p
             accepted = tl.min(tl.where(is_draft & passed, DRAFTS, k), axis=0)
             accepted = tl.minimum(accepted, num_drafts)
-        tl.store(sampled_ptr + req * sampled_stride + k, draft, mask=k < accepted)
+        tokens = tl.where(k < accepted, draft, -1)
+        tl.store(sampled_ptr + req * sampled_stride + k, tokens, mask=k <= max_drafts)
         tl.store(num_sampled_ptr + req, accepted + 1)
 
 
@@ -186,5 +189,5 @@ def judge_block_kernel(
     left = tl.sum(tl.load(block_mass_ptr + at, mask=inside, other=0.0), axis=1)
     left = tl.where(greedy, after * (1.0 - next_p), left)
     accepted = _accepted_of_block(k, num_drafts, u, after, left)
-    tl.store(sampled_ptr + req * sampled_stride + k, draft, mask=k < accepted)
+    tl.store(sampled_ptr + req * sampled_stride + k, tl.where(k < accepted, draft, -1), mask=k <= max_drafts)
     tl.store(num_sampled_ptr + req, accepted + 1)

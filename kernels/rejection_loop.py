@@ -93,6 +93,9 @@ def loop_form(
     idx_mapping, cu_num_logits, token_ids, positions, _ = batch
     sampled, num_sampled, *seen = out
     vocab = target_logits.shape[1]
+    sampled.fill_(-1)
+    for tensor in seen:
+        tensor.zero_()
     for i in range(idx_mapping.shape[0]):
         begin, end = int(cu_num_logits[i]), int(cu_num_logits[i + 1])
         state = max(int(idx_mapping[i]), 0)

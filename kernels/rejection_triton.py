@@ -49,7 +49,7 @@ def triton_form(
     requests = (idx_mapping, cu_num_logits, token_ids, max_drafts)
     logits = (target_logits, target_logits.stride(0), vocab_size)
     draft = (draft_logits, *((0, 0) if draft_logits is None else draft_logits.stride()[:2]))
-    padded = {"DRAFTS": _power_of_2(max_drafts), "BLOCKS": _power_of_2(num_blocks)}
+    padded = {"DRAFTS": _power_of_2(max_drafts + 1), "BLOCKS": _power_of_2(num_blocks)}
 
     def run(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constexprs: Any) -> None:
         launch(kernel, grid, *requests, *args, form=form, num_warps=num_warps, **constexprs)

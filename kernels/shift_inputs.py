@@ -10,19 +10,21 @@ from typing import NamedTuple
 import torch
 
 from kernels.dispatch import check_tensors, resolve_form, segment_of
-from kernels.slot_mappings import PAD_SLOT_ID
+from kernels.slot_mappings import PAD_SLOT_ID, pad_slots
 from kernels.triton_support import launch, tl, triton
 
 
 class ShiftedInputs(NamedTuple):
     """The head's input, flat as the step's own."""
 
-    # [num_tokens_padded] i32; nothing reads what stands behind a request's last valid token
+    # [num_tokens_padded] i32; 0 behind a request's last valid token
     token_ids: torch.Tensor
     # [num_tokens_padded] i64; PAD_SLOT_ID for rejected tokens and for padding
     slot_mapping: torch.Tensor
     # [r] i64, index of each request's last valid token
     last_indices: torch.Tensor
+    # [r] i64, where the token stands that the head says behind that one
+    draft_positions: torch.Tensor
 
 
 def shift_inputs(
@@ -34,6 +36,8 @@ def shift_inputs(
     input_ids: torch.Tensor,
     # [>= num_tokens_padded] i64
     slot_mapping: torch.Tensor,
+    # [>= num_tokens_padded] i64
+    positions: torch.Tensor,
     # [R, 1] i64, this step's token already in it
     last_sampled_tokens: torch.Tensor,
     # [R] i32
@@ -48,7 +52,7 @@ def shift_inputs(
 ) -> ShiftedInputs:
     """Shift the step's tokens by one.
 
-    A request without tokens in the step has no last one: its index is some token's.
+    A request without tokens in the step has no last one: its index and position are some token's.
 
     Raises:
         ValueError: a wrong dtype, rank, length or form.
@@ -57,31 +61,39 @@ def shift_inputs(
     check_tensors(torch.int32, 1, idx_mapping=idx_mapping, next_prefill_tokens=next_prefill_tokens)
     check_tensors(torch.int32, 1, num_reqs + 1, query_start_loc=query_start_loc)
     check_tensors(torch.int32, 1, num_tokens_padded, input_ids=input_ids)
-    check_tensors(torch.int64, 1, num_tokens_padded, slot_mapping=slot_mapping)
+    check_tensors(torch.int64, 1, num_tokens_padded, slot_mapping=slot_mapping, positions=positions)
     check_tensors(torch.int64, 2, last_sampled_tokens=last_sampled_tokens)
     check_tensors(torch.int32, 1, num_reqs, num_sampled=num_sampled, num_rejected=num_rejected)
     form = resolve_form(form, idx_mapping)
-    rows = (idx_mapping, query_start_loc, input_ids, slot_mapping, last_sampled_tokens, next_prefill_tokens)
-    args = (*rows, num_sampled, num_rejected)
+    tokens = (input_ids, slot_mapping, positions)
+    rows = (last_sampled_tokens, next_prefill_tokens)
+    args = (idx_mapping, query_start_loc, *tokens, *rows, num_sampled, num_rejected)
     if form == "torch" and num_reqs > 0:
         return _torch(*args, num_tokens_padded)
     device = idx_mapping.device
     out = ShiftedInputs(
-        torch.zeros(num_tokens_padded, dtype=torch.int32, device=device),
-        torch.full((num_tokens_padded,), PAD_SLOT_ID, dtype=torch.int64, device=device),
+        torch.empty(num_tokens_padded, dtype=torch.int32, device=device),
+        torch.empty(num_tokens_padded, dtype=torch.int64, device=device),
+        torch.empty(num_reqs, dtype=torch.int64, device=device),
         torch.empty(num_reqs, dtype=torch.int64, device=device),
     )
+    if form in ("loop", "torch"):
+        out.token_ids.zero_()
+        out.slot_mapping.fill_(PAD_SLOT_ID)
     if form == "loop":
         _loop(*args, out)
     elif form != "torch":
         launch(
             _shift_inputs_kernel,
-            (num_reqs,),
+            (num_reqs + 1,),
             *args,
             *out,
             last_sampled_tokens.stride(0),
+            num_reqs,
+            num_tokens_padded,
             form=form,
             num_warps=1,
+            PAD=PAD_SLOT_ID,
             BLOCK=128,
         )
     return out
@@ -92,6 +104,7 @@ def _loop(
     query_start_loc: torch.Tensor,
     input_ids: torch.Tensor,
     slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
     last_sampled_tokens: torch.Tensor,
     next_prefill_tokens: torch.Tensor,
     num_sampled: torch.Tensor,
@@ -102,6 +115,7 @@ def _loop(
         row = max(int(idx_mapping[i]), 0)
         begin, last = int(query_start_loc[i]), int(query_start_loc[i + 1]) - 1 - int(num_rejected[i])
         out.last_indices[i] = max(last, 0)
+        out.draft_positions[i] = positions[max(last, 0)] + 2
         for place in range(begin, last + 1):
             out.slot_mapping[place] = slot_mapping[place]
             if place < last:
@@ -117,6 +131,7 @@ def _torch(
     query_start_loc: torch.Tensor,
     input_ids: torch.Tensor,
     slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
     last_sampled_tokens: torch.Tensor,
     next_prefill_tokens: torch.Tensor,
     num_sampled: torch.Tensor,
@@ -130,29 +145,40 @@ def _torch(
     place = torch.arange(num_tokens, dtype=torch.int32, device=idx_mapping.device)
     is_valid, is_last = inside & (place <= last[request]), place == last[request]
     following = torch.where(is_last, new[request], input_ids[:num_tokens].roll(-1))
+    last_indices = last.clamp(min=0).long()
     return ShiftedInputs(
         torch.where(is_valid, following, 0),
         torch.where(is_valid, slot_mapping[:num_tokens], PAD_SLOT_ID),
-        last.clamp(min=0).long(),
+        last_indices,
+        positions[last_indices] + 2,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens_padded"])
 def _shift_inputs_kernel(
-    idx_mapping_ptr, query_start_loc_ptr, input_ids_ptr, slot_mapping_ptr, last_sampled_tokens_ptr,
+    idx_mapping_ptr, query_start_loc_ptr, input_ids_ptr, slot_mapping_ptr, positions_ptr, last_sampled_tokens_ptr,
     next_prefill_tokens_ptr, num_sampled_ptr, num_rejected_ptr, token_ids_ptr, slots_ptr, last_indices_ptr,
-    last_sampled_tokens_stride, BLOCK: tl.constexpr,
+    draft_positions_ptr, last_sampled_tokens_stride, num_reqs, num_tokens_padded,
+    PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     req = tl.program_id(0)
-    row = tl.maximum(tl.load(idx_mapping_ptr + req), 0).to(tl.int64)
     begin = tl.load(query_start_loc_ptr + req)
-    last = tl.load(query_start_loc_ptr + req + 1) - 1 - tl.load(num_rejected_ptr + req)
+    if req == num_reqs:
+        pad_slots(slots_ptr, begin, num_tokens_padded, PAD, BLOCK)
+        for first in range(begin, num_tokens_padded, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            tl.store(token_ids_ptr + place, tl.zeros([BLOCK], tl.int32), mask=place < num_tokens_padded)
+        return
+    row = tl.maximum(tl.load(idx_mapping_ptr + req), 0).to(tl.int64)
+    end = tl.load(query_start_loc_ptr + req + 1)
+    last = end - 1 - tl.load(num_rejected_ptr + req)
     tl.store(last_indices_ptr + req, tl.maximum(last, 0).to(tl.int64))
+    tl.store(draft_positions_ptr + req, tl.load(positions_ptr + tl.maximum(last, 0)) + 2)
     sampled = tl.load(last_sampled_tokens_ptr + row * last_sampled_tokens_stride).to(tl.int32)
     new = tl.where(tl.load(num_sampled_ptr + req) > 0, sampled, tl.load(next_prefill_tokens_ptr + row))
-    for first in range(begin, last + 1, BLOCK):
+    for first in range(begin, end, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        valid = place <= last
         token = tl.load(input_ids_ptr + place + 1, mask=place < last, other=0)
-        tl.store(token_ids_ptr + place, tl.where(place == last, new, token), mask=valid)
-        tl.store(slots_ptr + place, tl.load(slot_mapping_ptr + place, mask=valid, other=0), mask=valid)
+        tl.store(token_ids_ptr + place, tl.where(place == last, new, token), mask=place < end)
+        slot = tl.load(slot_mapping_ptr + place, mask=place <= last, other=PAD)
+        tl.store(slots_ptr + place, slot, mask=place < end)

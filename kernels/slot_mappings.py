@@ -120,9 +120,7 @@ def _compute_slot_mappings_kernel(
     req = tl.program_id(0)
     begin = tl.load(query_start_loc_ptr + req)
     if req == num_reqs:
-        for done in range(begin, num_tokens_padded, BLOCK):
-            token = done + tl.arange(0, BLOCK)
-            tl.store(slot_mapping_ptr + token, tl.full([BLOCK], PAD, tl.int64), mask=token < num_tokens_padded)
+        pad_slots(slot_mapping_ptr, begin, num_tokens_padded, PAD, BLOCK)
         return
     end = tl.load(query_start_loc_ptr + req + 1)
     row = tl.load(idx_mapping_ptr + req).to(tl.int64)
@@ -130,5 +128,20 @@ def _compute_slot_mappings_kernel(
         token = done + tl.arange(0, BLOCK)
         mask = token < end
         position = tl.load(positions_ptr + token, mask=mask, other=0)
-        block = tl.load(block_table_ptr + row * block_table_stride + position // BLOCK_SIZE, mask=mask, other=0)
-        tl.store(slot_mapping_ptr + token, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+        slot = slots_of(position, mask, block_table_ptr + row * block_table_stride, BLOCK_SIZE)
+        tl.store(slot_mapping_ptr + token, slot, mask=mask)
+
+
+@triton.jit
+def slots_of(position, mask, blocks_ptr, BLOCK_SIZE: tl.constexpr):
+    """Slots i64 of positions of a request with these blocks."""
+    block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=mask, other=0)
+    return block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
+def pad_slots(slot_mapping_ptr, begin, end, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """PAD in the slots `begin` .. `end` - 1."""
+    for done in range(begin, end, BLOCK):
+        token = done + tl.arange(0, BLOCK)
+        tl.store(slot_mapping_ptr + token, tl.full([BLOCK], PAD, tl.int64), mask=token < end)

@@ -36,6 +36,8 @@ class DSparkDecoder(SpecDecoder):
         calibration: None uses the confidences as they are.
     """
 
+    keeps_drafts = True
+
     def __init__(
         self,
         drafter: DSparkDrafter,
@@ -117,7 +119,7 @@ class DSparkDecoder(SpecDecoder):
             confidences = Confidences(drafts.confidence_logits, self._divisors, self.confidences)
         mask_drafts(
             drafts.tokens, step.idx_mapping, inputs.slot_mapping, inputs.positions, self._max_model_len, confidences,
-            form=self._drafter.form,
+            rows.draft_tokens, form=self._drafter.form,
         )  # fmt: skip
         return drafts.tokens
 

@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.allot_verification import likeliest_lengths
+
 from .costs import CostTable
 
 
@@ -91,10 +93,7 @@ def top_budget_lengths(confidences: Tensor, budget: Tensor) -> Tensor:
         confidences: f32 [r, N].
         budget: i32 or i64 [] or [1], on the device.
     """
-    r, n = confidences.shape
-    order = survival(confidences).flatten().sort(descending=True, stable=True).indices
-    rank = torch.arange(r * n, device=order.device)
-    return _lengths((rank < budget).to(torch.int32), order, r, n)
+    return likeliest_lengths(confidences, budget)
 
 
 def _lengths(admitted: Tensor, order: Tensor, r: int, n: int) -> Tensor:

@@ -78,9 +78,10 @@ def fused_layers(
     for i, (layer, cache) in enumerate(zip(model.layers, kv_cache.unbind(0), strict=True)):
         rotation = _rotation(layer, model, positions)
         if few:
-            _few_rows(layer, residual, cache, rotation, attend, form)
-        else:
-            branch = _many_rows(layer, branch, residual, cache, rotation, attend, form)
+            kept = None if layer_outputs is None else layer_outputs.place(i, residual.shape[0])
+            _few_rows(layer, residual, cache, rotation, attend, form, kept)
+            continue
+        branch = _many_rows(layer, branch, residual, cache, rotation, attend, form)
         if layer_outputs is not None:
             layer_outputs.record(i, residual, branch)
     return add_rms_norm(branch, residual, model.norm.weight, model.norm.eps, form=form)
@@ -115,9 +116,10 @@ def _rotation(layer: DecoderLayer, model: Stack, positions: Tensor) -> HeadRotat
 
 
 def _few_rows(
-    layer: DecoderLayer, residual: Tensor, cache: Tensor, rotation: HeadRotation, attend: Attend, form: str
-) -> None:
-    """Add both branches of a layer to residual [t, hidden] in place."""
+    layer: DecoderLayer, residual: Tensor, cache: Tensor, rotation: HeadRotation, attend: Attend, form: str,
+    kept: Tensor | None,
+) -> None:  # fmt: skip
+    """Add both branches of a layer to residual [t, hidden] in place; what comes out is also put into `kept`."""
     attn, mlp = layer.self_attn, layer.mlp
     norm = layer.input_layernorm
     qkv = small_linear(
@@ -129,7 +131,7 @@ def _few_rows(
     gated = small_linear(
         residual, _weight(mlp.gate_up_proj), norm_weight=norm.weight, eps=norm.eps, gated=True, form=form
     )
-    small_linear(gated, _weight(mlp.down_proj), residual=residual, form=form)
+    small_linear(gated, _weight(mlp.down_proj), residual=residual, copy=kept, form=form)
 
 
 def _many_rows(

@@ -23,12 +23,16 @@ class LayerOutputs:
         self.states = torch.zeros(max_tokens, len(self._place) * hidden_size, dtype=dtype, device=device)
         """[T, n * d]: the layers' outputs side by side, of the last step's tokens."""
 
+    def place(self, layer: int, num_rows: int) -> Tensor | None:
+        """[num_rows, d], where the output of ``layer`` is kept; None if it isn't one of them."""
+        begin = self._place.get(layer)
+        return None if begin is None else self.states[:num_rows, begin : begin + self._hidden_size]
+
     def record(self, layer: int, residual: Tensor, branch: Tensor | None = None) -> None:
         """Keep the output of ``layer``, residual [t, d] plus a branch that isn't added yet, if it is one of them."""
-        begin = self._place.get(layer)
-        if begin is None:
+        kept = self.place(layer, residual.shape[0])
+        if kept is None:
             return
-        kept = self.states[: residual.shape[0], begin : begin + self._hidden_size]
         if branch is None:
             kept.copy_(residual)
         else:

@@ -17,15 +17,26 @@ from .sample.prompt_logprobs import PromptLogprobsPlan
 CONFIDENCES = "confidences"
 
 
+def words_of_tokens(num_rows: int, width: int) -> int:
+    """Length of what `empty_tokens` returns."""
+    return num_rows * width + (num_rows + 1) // 2
+
+
 def empty_tokens(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One tensor for all that the host always wants of a step, so that one copy brings it: (it, sampled, num_sampled).
 
     i64 [r * w + ceil(r / 2)]: the tokens, then their counts as i32. `sampled` i64 [r, w] and `num_sampled` i32 [r] are
     its parts.
     """
+    tokens = torch.empty(words_of_tokens(num_rows, width), dtype=torch.int64, device=device)
+    return tokens, *parts_of_tokens(tokens, num_rows, width)
+
+
+def parts_of_tokens(tokens: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sampled` i64 [..., r, w] and `num_sampled` i32 [..., r] of such tensors, i64 [..., r * w + ceil(r / 2)]."""
     size = num_rows * width
-    tokens = torch.empty(size + (num_rows + 1) // 2, dtype=torch.int64, device=device)
-    return tokens, tokens[:size].view(num_rows, width), tokens[size:].view(torch.int32)[:num_rows]
+    sampled = tokens[..., :size].unflatten(-1, (num_rows, width))
+    return sampled, tokens[..., size:].view(torch.int32)[..., :num_rows]
 
 
 class HostBuffers:

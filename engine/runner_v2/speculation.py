@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels import expand_idx_mapping
+from kernels import DraftedRows, expand_idx_mapping
 
 from ..attention import AttentionMetadata
 from ..config import ConfigError, EngineConfig
@@ -21,6 +21,7 @@ from ..models.layer_outputs import LayerOutputs
 from ..sample.draft_trace import draft_tensors, padded_drafts, padded_rows
 from ..spec_decode import FinishedStep, RowTables, SpecDecoder
 from .async_output import CONFIDENCES, empty_tokens
+from .output_turns import OutputTurns
 from .sample import Sampler, SamplerPlan
 from .sample.rejection_sampler import DraftedStep, RejectionSampler, RejectionSamplerOutput
 from .sample.structured_outputs import GrammarBitmask
@@ -64,7 +65,9 @@ def make_speculation(
         return None
     assert config.max_num_seqs is not None
     verification = before.verification if before else None
-    verification = verification or Verification(spec, decoder, device, hooks, config.max_num_seqs)
+    verification = verification or Verification(
+        spec, decoder, device, hooks, config.max_num_seqs, config.kernel_backend
+    )
     if verification.is_budgeted and device.is_cuda and model.triton_attention is None:
         raise ConfigError(
             f"verification_schedule='budgeted' with kernel_backend={config.kernel_backend!r} on {device.torch_device}: "
@@ -102,13 +105,12 @@ class DraftedWork(StepWork):
         budget: int | None = None,
         watched: bool = False,
     ) -> None:
-        super().__init__(runner, idx_mapping, num_reqs_padded, num_tokens_padded, metadata)
+        super().__init__(runner, idx_mapping, num_reqs_padded, num_tokens_padded, metadata, num_logits)
         self._speculation = speculation
         self._budget = budget
-        self._has_drafts = num_logits > idx_mapping.shape[0] or budget is not None
+        self.has_drafts = num_logits > idx_mapping.shape[0] or budget is not None
         self._watched = watched
-        self.num_logits = num_logits
-        self.width = 1 + speculation.num_drafts if self._has_drafts else 1
+        self.width = 1 + speculation.num_drafts if self.has_drafts else 1
         cu_num_logits = (runner.input_buffers if budget is None else speculation.verification).cu_num_logits
         self.cu_num_logits = cu_num_logits[: idx_mapping.shape[0] + 1]
         self._input_tokens: torch.Tensor | None = None
@@ -130,7 +132,7 @@ class DraftedWork(StepWork):
     def combine_sampled_and_draft_tokens(self) -> None:
         """4, and notes the drafts: what stands for none is no input of the model."""
         super().combine_sampled_and_draft_tokens()
-        if self._has_drafts:
+        if self.has_drafts:
             input_ids = self._buffers.input_ids[: self.num_tokens_padded]
             self._input_tokens = input_ids[self.logits_indices]
             input_ids.clamp_(min=0)
@@ -153,19 +155,10 @@ class DraftedWork(StepWork):
 
         How the tokens of a step with drafts are drawn is not `traced`; what becomes of the drafts is, if watched.
         """
-        if not self._has_drafts:
+        if not self.has_drafts:
             super().sample(plan, grammar, traced)
             return
-        assert self._hidden is not None and self.logits_indices is not None and self._input_tokens is not None
-        logits = self._runner.model.compute_logits(self._hidden[self.logits_indices])
-        expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
-        step = DraftedStep(
-            self.idx_mapping, self.cu_num_logits, *expanded, token_ids=self._input_tokens,
-            positions=self._buffers.positions[self.logits_indices] + 1, max_drafts=self._speculation.num_drafts,
-        )  # fmt: skip
-        output = self._speculation.rejection_sampler.sample(
-            plan, logits, step, draft_logits=self._speculation.decoder.draft_logits, grammar=grammar
-        )
+        step, output = self._verify(plan, grammar)
         sampled = output.verified.sampled
         num_rows, width = sampled.shape
         tokens, self._sampled, self._num_sampled = empty_tokens(num_rows, width, sampled.device)
@@ -176,10 +169,33 @@ class DraftedWork(StepWork):
             self.output |= output.logprobs.as_dict()
         if self._watched:
             self.output |= self._draft_tensors(step, output)
-        confidences = self._speculation.decoder.confidences
-        if self._speculation.verification.is_budgeted and confidences is not None:
+        if (confidences := self._confidences_wanted()) is not None:
             self.output[CONFIDENCES] = confidences[self.idx_mapping.long()]  # still those of the drafts just judged
         self._hidden = None
+
+    def draw(self, plan: SamplerPlan) -> None:
+        if not self.has_drafts:
+            super().draw(plan)
+            return
+        verified = self._verify(plan)[1].verified
+        self._sampled, self._num_sampled = verified.sampled, verified.num_sampled
+        self._hidden = None
+
+    def _verify(
+        self, plan: SamplerPlan, grammar: GrammarBitmask | None = None
+    ) -> tuple[DraftedStep, RejectionSamplerOutput]:
+        logits, positions = self._logits()
+        drafted = None if self._logits_rows is None else self._logits_rows.drafted
+        if drafted is None:
+            expanded = expand_idx_mapping(self.idx_mapping, self.num_logits, self.cu_num_logits, form=self._form)
+            drafted = DraftedRows(self.input_tokens(), *expanded)
+        step = DraftedStep(
+            self.idx_mapping, self.cu_num_logits, drafted.idx_mapping, drafted.local_pos, drafted.token_ids, positions,
+            max_drafts=self._speculation.num_drafts,
+        )  # fmt: skip
+        draft_logits = self._speculation.decoder.draft_logits
+        sampler = self._speculation.rejection_sampler
+        return step, sampler.sample(plan, logits, step, draft_logits=draft_logits, grammar=grammar)
 
     def _draft_tensors(self, step: DraftedStep, output: RejectionSamplerOutput) -> dict[str, torch.Tensor]:
         cu, n, verified = step.cu_num_logits, step.max_drafts, output.verified
@@ -200,20 +216,31 @@ class DraftedWork(StepWork):
             last_sampled_tokens=states.last_sampled_tokens, num_blocks=self._tables.num_blocks.gpu,
             temperature=self._runner.sampling_states.temperature.gpu, seeds=self._runner.sampling_states.seeds.gpu,
             all_token_ids=states.all_token_ids.gpu, total_len=states.total_len.gpu,
-            next_prefill_tokens=states.next_prefill_tokens,
+            next_prefill_tokens=states.next_prefill_tokens, draft_tokens=states.draft_tokens,
         )  # fmt: skip
         step = FinishedStep(
             idx_mapping=self.idx_mapping, input_ids=self._buffers.input_ids, positions=self._buffers.positions,
             num_sampled=self._num_sampled, num_rejected=self._num_rejected, metadata=self.metadata, rows=rows,
             hidden_states=self._hidden_states,
         )  # fmt: skip
-        drafts = self._speculation.decoder.propose(step)
-        drafts = self._speculation.verification.cut(drafts, self.idx_mapping)
-        states.draft_tokens.index_copy_(0, self.idx_mapping.long(), drafts)
+        decoder = self._speculation.decoder
+        drafts = decoder.propose(step)
+        cut = self._speculation.verification.cut(drafts, self.idx_mapping)
+        if cut is not drafts or not decoder.keeps_drafts:
+            states.draft_tokens.index_copy_(0, self.idx_mapping.long(), cut)
         self._hidden_states = None
 
-    def whole_step(self, plan: SamplerPlan, with_prompts: bool) -> dict[str, torch.Tensor]:
+    def output_turns(self) -> OutputTurns:
+        return OutputTurns(
+            self.idx_mapping.shape[0], self.width, self.idx_mapping.device, self._confidences_wanted()
+        )
+
+    def _confidences_wanted(self) -> torch.Tensor | None:
+        """f32 [R, N], by state row, those which the host goes by for later steps."""
+        is_wanted = self.has_drafts and self._speculation.verification.is_budgeted
+        return self._speculation.decoder.confidences if is_wanted else None
+
+    def whole_step(self, plan: SamplerPlan, with_prompts: bool, turns: OutputTurns) -> None:
         self.allot_verification()
-        output = super().whole_step(plan, with_prompts)
+        super().whole_step(plan, with_prompts, turns)
         self.propose()
-        return output

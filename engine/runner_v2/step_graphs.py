@@ -8,6 +8,7 @@ of them, runs in a step that is captured for whatever it is: every length is rea
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from ..graphs import make_graph_pool
 from ..hooks import DRAFT_EVENTS, SamplingTraced
 from .input_batch import InputBatch
+from .output_turns import OutputTurns
 from .sample import SamplerPlan
 from .step_work import StepWork
 
@@ -46,40 +48,6 @@ class StepSize(NamedTuple):
     is_mixed: bool = False
 
 
-class OutputTurns:
-    """Two places for the output of a captured step, in turns, so that a replay need not wait until the output of the
-    one before has been copied: the wait would hold the device up in every step.
-
-    Which of the two is next the device knows for itself; the host counts along.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self._places: dict[str, torch.Tensor] = {}
-        self._outputs: list[dict[str, torch.Tensor]] = []
-        self._host_turn = 0
-
-    def keep(self, output: dict[str, torch.Tensor]) -> None:
-        """Called on the stream, as the last of the step."""
-        for name, tensor in output.items():
-            if name not in self._places:
-                self._places[name] = tensor.new_zeros(2, *tensor.shape)
-            self._places[name].index_copy_(0, self._turn, tensor.unsqueeze(0))
-        self._turn.bitwise_xor_(1)
-
-    def start(self) -> None:
-        """Called once the step is captured: what ran until then doesn't count."""
-        self._turn.zero_()
-        self._host_turn = 0
-
-    def last(self) -> dict[str, torch.Tensor]:
-        """What the replay that was just queued leaves, until the one after the next. Called once for each."""
-        if not self._outputs:
-            self._outputs = [{name: places[turn] for name, places in self._places.items()} for turn in (0, 1)]
-        turn, self._host_turn = self._host_turn, self._host_turn ^ 1
-        return self._outputs[turn]
-
-
 def _by_tokens(size: StepSize) -> tuple[int, int]:
     return size.num_tokens, size.num_reqs
 
@@ -88,10 +56,6 @@ def is_verification(batch: InputBatch) -> bool:
     """Whether the batch is nothing but decodes with drafts, and samples with nothing that is particular."""
     drafted = batch.num_logits == batch.num_tokens > batch.num_reqs
     return drafted and not batch.has_prefill and batch.plan in CAPTURED_PLANS
-
-
-def _step(work: StepWork, plan: SamplerPlan, with_prompts: bool, outputs: OutputTurns) -> None:
-    outputs.keep(work.whole_step(plan, with_prompts))
 
 
 class StepGraphs:
@@ -125,8 +89,8 @@ class StepGraphs:
         for size in sorted((*self.decodes, *self._mixed), key=_by_tokens, reverse=True):
             self.work[size] = work = self._runner.padding_work(size)
             for plan in CAPTURED_PLANS:
-                self._outputs[size, plan] = outputs = OutputTurns(self._runner.device.torch_device)
-                self._pool.capture((size, plan), partial(partial, _step, work, plan, size.is_mixed, outputs))
+                self._outputs[size, plan] = outputs = work.output_turns()
+                self._pool.capture((size, plan), partial(partial, work.whole_step, plan, size.is_mixed, outputs))
                 outputs.start()
         self._runner.block_tables.capture(self._pool)
         if self._runner.device.is_cuda:
@@ -181,10 +145,12 @@ class StepGraphs:
     def seconds_of(self, num_reqs: int, num_tokens: int) -> float:
         """What one step of that size takes, with empty contexts. Waits for the device."""
         runner, size = self._runner, StepSize(num_reqs, num_tokens)
+        run: Callable[[], object]
         if self.decodes:
             repeats, run = _REPLAYS, partial(self.replay, size, GREEDY)
         else:
-            repeats, run = 1, partial(runner.padding_work(size).whole_step, GREEDY, False)
+            eager = runner.padding_work(size)
+            repeats, run = 1, partial(eager.whole_step, GREEDY, False, eager.output_turns())
 
         def work() -> None:
             for _ in range(repeats):

@@ -17,10 +17,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from kernels.allot_verification import allot_verification
+
 from ..attention import AttentionMetadata
 from ..device import Device
 from ..dspark.costs import CostTable
-from ..dspark.schedule import Budgets, StaleConfidences, early_stop_lengths, threshold_lengths, top_budget_lengths
+from ..dspark.schedule import Budgets, StaleConfidences, early_stop_lengths, threshold_lengths
 from ..hooks import Hooks, VerificationBudgeted
 from ..spec_decode import NO_DRAFT, SpecDecoder
 from ..speculative_config import SpeculativeConfig
@@ -35,15 +37,18 @@ class Verification:
     Args:
         decoder: its `confidences` decide, unless the schedule is "fixed".
         max_num_reqs: R.
+        form: kernel form.
     """
 
     def __init__(
-        self, config: SpeculativeConfig, decoder: SpecDecoder, device: Device, hooks: Hooks, max_num_reqs: int
-    ) -> None:
+        self, config: SpeculativeConfig, decoder: SpecDecoder, device: Device, hooks: Hooks, max_num_reqs: int,
+        form: str = "auto",
+    ) -> None:  # fmt: skip
         self.schedule = config.verification_schedule
         self._threshold = config.confidence_threshold
         self._decoder, self._device, self._hooks = decoder, device, hooks
         self._num_drafts = decoder.num_drafts
+        self._form = form
         self._round = 0
         self._budgets = Budgets({})
         # Of a step that verifies that many tokens: all the same until it was measured.
@@ -141,13 +146,11 @@ class Verification:
             query_start_loc: i32 [>= r + 1], with all drafts that have room; padding has no tokens, and keeps one row
                 of logits.
         """
-        r = idx_mapping.shape[0]
-        most = query_start_loc[1 : r + 1] - query_start_loc[:r]
-        budget_on_device = torch.full((), budget, dtype=torch.int32, device=idx_mapping.device)
-        lengths = top_budget_lengths(self._confidences(idx_mapping), budget_on_device)
-        tokens = torch.minimum(lengths + 1, most)
-        torch.cumsum(tokens, 0, dtype=torch.int32, out=self.query_start_loc[1 : r + 1])
-        torch.cumsum(tokens.clamp(min=1), 0, dtype=torch.int32, out=self.cu_num_logits[1 : r + 1])
+        assert self._decoder.confidences is not None, "checked when the engine was made"
+        allot_verification(
+            self._decoder.confidences, idx_mapping, query_start_loc, budget, self.query_start_loc, self.cu_num_logits,
+            form=self._form,
+        )  # fmt: skip
 
     def _confidences(self, idx_mapping: torch.Tensor) -> torch.Tensor:
         assert self._decoder.confidences is not None, "checked when the engine was made"

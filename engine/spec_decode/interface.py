@@ -42,6 +42,8 @@ class RowTables:
     """i32 [R], with this step's tokens."""
     next_prefill_tokens: torch.Tensor | None = None
     """i32 [R], the token behind the step's part of a prompt."""
+    draft_tokens: torch.Tensor | None = None
+    """i64 [R, N], where a decoder that `keeps_drafts` puts them; V1 keeps them elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class SpecDecoder(ABC):
     """f32 [R, N], by row: the chance that each of the last drafts is accepted, where the drafter says so."""
     calibration: Calibration | None = None
     """What the confidences have gone through; None: they are the head's own."""
+    keeps_drafts = False
+    """Its last launch puts them into `RowTables.draft_tokens`, if there is one; else the runner does."""
     on_host = False
     """It can work from tokens that the host knows: `propose_from_tokens`."""
 

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from kernels import ShiftedInputs, max_rows, shift_inputs, small_linear
+from kernels.keep_drafts import keep_drafts
 
 from ..attention import allocate_kv_cache, kv_bytes_per_token
 from ..models.config import ModelConfig
@@ -23,7 +24,7 @@ from ..models.layers import Linear, RMSNorm
 from ..models.rope import RotaryEmbedding
 from ..models.weights import weight_views
 from .draw import DraftSampler
-from .interface import NO_DRAFT, FinishedStep, SpecDecoder
+from .interface import FinishedStep, SpecDecoder
 from .mtp_checkpoint import Weights, check_target
 
 
@@ -92,6 +93,8 @@ class MtpHead:
 class MtpDecoder(SpecDecoder):
     """`sampler` has one draft."""
 
+    keeps_drafts = True
+
     def __init__(self, head: MtpHead, sampler: DraftSampler, max_model_len: int, form: str = "auto") -> None:
         super().__init__(num_drafts=1)
         self._form = form
@@ -117,11 +120,15 @@ class MtpDecoder(SpecDecoder):
         rows, metadata = step.rows, step.metadata
         assert rows.next_prefill_tokens is not None
         inputs = shift_inputs(
-            step.idx_mapping, metadata.query_start_loc, step.input_ids, metadata.slot_mapping, rows.last_sampled_tokens,
-            rows.next_prefill_tokens, step.num_sampled, step.num_rejected, metadata.num_tokens_padded, form=self._form,
+            step.idx_mapping, metadata.query_start_loc, step.input_ids, metadata.slot_mapping, step.positions,
+            rows.last_sampled_tokens, rows.next_prefill_tokens, step.num_sampled, step.num_rejected,
+            metadata.num_tokens_padded, form=self._form,
         )  # fmt: skip
         hidden = self._head.forward(step, inputs, self._kv_cache)
-        position = step.positions[inputs.last_indices] + 2
         logits = self._head.target.compute_logits(hidden[inputs.last_indices])
-        draft = self._sampler.draw(step, 0, logits, position)
-        return torch.where((step.num_sampled > 0) & (position < self._max_model_len), draft, NO_DRAFT).unsqueeze(1)
+        drafts = self._sampler.draw(step, 0, logits, inputs.draft_positions).unsqueeze(1)
+        keep_drafts(
+            drafts, step.idx_mapping, step.num_sampled, inputs.draft_positions, self._max_model_len, rows.draft_tokens,
+            form=self._form,
+        )  # fmt: skip
+        return drafts

@@ -24,7 +24,7 @@ class RepeatedWork:
 
     def capture(self, key: Hashable, factory: Factory) -> None:
         work = factory()
-        step = work.args[0]
+        step = work.func.__self__  # type: ignore[attr-defined]
 
         def run() -> Any:
             # The attention of a CPU groups by the host's lengths, which a captured step doesn't have.

@@ -10,7 +10,8 @@ import torch
 
 from engine import SamplingParams
 from engine.hooks import SamplingTraced
-from engine.runner_v2.step_graphs import OutputTurns
+from engine.runner_v2.output_turns import OutputTurns
+from kernels import SampledStep, StateRows, finish_step
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, ids, prompt_of, reference, run_trace, tiny_llm
 from tests.engine.replays import repeat_instead_of_capture
 from tests.engine.test_speculation import CIRCUMSTANCES, PROMPTS, itself, lookup, ngram, one_head
@@ -48,15 +49,27 @@ def test_what_a_captured_step_cannot_do_is_launched_piece_by_piece(monkeypatch: 
 
 
 def test_an_output_stays_until_the_replay_after_the_next() -> None:
-    turns = OutputTurns(torch.device("cpu"))
-    turns.keep({"tokens": torch.tensor([1, 2])})
+    turns = OutputTurns(num_rows=3, width=2, device=torch.device("cpu"), confidences=torch.rand(4, 2))
+    zeros, starts = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    rows = StateRows(zeros.clone(), torch.zeros(4, 1).long(), zeros.clone(), torch.zeros(4, 99).int(), zeros)
+
+    def replay(step: int) -> list[int]:
+        """What is put into the next place: tokens, and their counts in the halves of two words more."""
+        sampled, counts = torch.full((3, 2), step), torch.tensor([1, 2, 1], dtype=torch.int32)
+        finish_step(SampledStep(starts[:3], starts, zeros, starts, sampled, counts), rows, turns.places)
+        return [step] * 6 + [1 + (2 << 32), 1]
+
+    replay(9)
     turns.start()
-    outputs = []
+    outputs: list[torch.Tensor] = []
+    expected: list[list[int]] = []
     for step in range(5):
-        turns.keep({"tokens": torch.tensor([step, -step])})
-        outputs.append(turns.last()["tokens"])
-        assert outputs[step].tolist() == [step, -step]
-        assert step == 0 or outputs[step - 1].tolist() == [step - 1, 1 - step]
+        expected.append(replay(step))
+        output = turns.last()
+        outputs.append(output["tokens"])
+        assert torch.equal(output["confidences"], turns.places.confidence_rows[:3])
+        assert outputs[step].tolist() == expected[step]
+        assert step == 0 or outputs[step - 1].tolist() == expected[step - 1]
 
 
 @pytest.mark.slow

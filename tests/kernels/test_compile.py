@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 I32, I64, F32, BF16 = "*i32", "*i64", "*fp32", "*bf16"
 ROTATION = (I64, F32, BF16, BF16, "fp32")
 NO_ROTATION = dict.fromkeys(("positions_ptr", "cos_sin_ptr", "q_norm_ptr", "k_norm_ptr"))
+NO_DRAFTS = dict.fromkeys(("token_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"))
 QWEN3 = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128}
 TILES = {"BLOCK_D": 128, "BLOCK_SIZE": 16, "UPCAST": False}
 DECODE = (BF16, "i32", BF16, "i64", I32, "i32", I32, I64)
@@ -55,6 +56,32 @@ KERNELS = [
         "_post_update_kernel",
         (I32, I32, I64, I32, I32, I64, I32, I32, I32, *["i32"] * 5),
         {"BLOCK": 1, "output_bin_counts_ptr": None},
+    ),
+    *[
+        (
+            "prepare_step",
+            "_prepare_step_kernel",
+            (
+                *[I32] * 6, I64, I64, I32, I32, *["i32"] * 4, I32, I64, I32, I64, I32, I32, "i32", I64, I64, *rows,
+                *["i32"] * 4,
+            ),
+            {"WITH_PROMPTS": prompts, "BLOCK_SIZE": 16, "PAD": -1, "BLOCK_T": 1024, "BLOCK_B": 1024, "BLOCK_L": 32}
+            | ({} if rows else NO_DRAFTS),
+        )
+        for prompts, rows in ((True, (I32, I32, I32)), (False, ()))
+    ],
+    (
+        "finish_step",
+        "_finish_step_kernel",
+        (*[I32] * 4, I64, "i32", *[I32] * 4, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32, "i32", F32, F32),
+        {"WIDTH": 8, "BLOCK": 8, "CONFIDENCES": 7, "BLOCK_C": 8},
+    ),
+    (
+        "finish_step",
+        "_finish_step_kernel",
+        (*[I32] * 4, I64, "i32", *[I32] * 3, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32, "i32"),
+        {"WIDTH": 1, "BLOCK": 1, "CONFIDENCES": 0, "BLOCK_C": 1}
+        | dict.fromkeys(("given_ptr", "confidence_place_ptr", "confidence_rows_ptr")),
     ),
     *[
         (
@@ -216,8 +243,20 @@ KERNELS = [
     (
         "mask_drafts",
         "_mask_drafts_kernel",
-        (I64, I32, I64, I64, "i32", "i32", F32, F32, F32, "i32"),
+        (I64, I32, I64, I64, "i32", "i32", F32, F32, F32, "i32", I64, "i32"),
         {"NUM_DRAFTS": 7, "NONE": -1, "BLOCK": 8},
+    ),
+    (
+        "allot_verification",
+        "_allot_verification_kernel",
+        (F32, "i32", I32, I32, "i32", I32, I32, "i32"),
+        {"NUM_DRAFTS": 7, "BLOCK_R": 16, "BLOCK_N": 8},
+    ),
+    (
+        "keep_drafts",
+        "_keep_drafts_kernel",
+        (I64, I32, I32, I64, "i32", I64, "i32"),
+        {"NUM_DRAFTS": 1, "NONE": -1, "BLOCK": 1},
     ),
     (
         "token_rows",
@@ -238,21 +277,21 @@ KERNELS = [
     (
         "linear_triton",
         "one_row_kernel",
-        (BF16, "i32", BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
-        {**LINEAR, "GATED": True, "SPLIT": 4, "bias_ptr": None, "residual_ptr": None},
+        (BF16, "i32", BF16, BF16, BF16, "i32", "i32", "i32", "i32", "i32", "fp32"),
+        {**LINEAR, "GATED": True, "SPLIT": 4, "bias_ptr": None, "residual_ptr": None, "copy_ptr": None},
     ),
     (
         "linear_triton",
         "few_rows_kernel",
-        (BF16, "i32", BF16, BF16, BF16, BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        (BF16, "i32", BF16, BF16, BF16, BF16, BF16, "i32", BF16, "i32", "i32", "i32", "i32", "fp32"),
         {**LINEAR, "GATED": False, "BLOCK_M": 8, "COLUMNS_FIRST": True},
     ),
     (
         "linear_triton",
         "few_rows_kernel",
-        (BF16, "i32", BF16, BF16, "i32", "i32", "i32", "i32", "fp32"),
+        (BF16, "i32", BF16, BF16, "i32", "i32", "i32", "i32", "i32", "fp32"),
         {**LINEAR, "GATED": True, "BLOCK_M": 16, "COLUMNS_FIRST": False}
-        | dict.fromkeys(("norm_weight_ptr", "bias_ptr", "residual_ptr")),
+        | dict.fromkeys(("norm_weight_ptr", "bias_ptr", "residual_ptr", "copy_ptr")),
     ),
 ]
 

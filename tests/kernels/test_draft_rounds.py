@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.keep_drafts import keep_drafts
 from kernels.mask_drafts import NO_DRAFT, Confidences, mask_drafts
 from kernels.store_context import store_context
 
@@ -61,8 +62,12 @@ def test_mask_drafts(seed: int, num_reqs: int, num_drafts: int, more: int, confi
     for form in ("loop", *FAST_FORMS):
         own, kept = tokens.clone(), torch.full((rows, num_drafts), -7.0)
         confidences = Confidences(logits, divisors, kept) if confident else None
-        mask_drafts(own, idx_mapping, slots, positions, 11, confidences, form=form)
+        kept_tokens = torch.full((rows, num_drafts), -7) if calibrated else None
+        mask_drafts(own, idx_mapping, slots, positions, 11, confidences, kept_tokens, form=form)
         results.append((own, kept))
+        if kept_tokens is not None:
+            assert torch.equal(kept_tokens[idx_mapping.long()], own)
+            assert int((kept_tokens == -7).sum()) == (rows - num_reqs) * num_drafts
     for own, kept in results[1:]:
         assert torch.equal(own, results[0][0])
         torch.testing.assert_close(kept, results[0][1])
@@ -70,6 +75,20 @@ def test_mask_drafts(seed: int, num_reqs: int, num_drafts: int, more: int, confi
         absent = results[0][0] == NO_DRAFT
         chances = torch.sigmoid(logits if divisors is None else logits / divisors)
         assert torch.equal(results[0][1][idx_mapping.long()] == 0, absent | (chances == 0))
+
+
+@pytest.mark.parametrize("form", ("loop", *FAST_FORMS))
+def test_keep_drafts(form: str) -> None:
+    """A request in its prompt, one whose second draft is beyond the model's length, and two of padding."""
+    tokens, kept = torch.tensor([[5, 6], [7, 8], [9, 9], [9, 9]]), torch.full((4, 2), -7)
+    idx_mapping, num_sampled = torch.tensor([2, 0, 3, 3]).int(), torch.tensor([0, 3, 0, 0]).int()
+    for keeps in (None, kept):
+        own = tokens.clone()
+        keep_drafts(own, idx_mapping, num_sampled, torch.tensor([3, 9, 0, 0]), 10, keeps, form=form)
+        assert own.tolist() == [[-1, -1], [7, -1], [-1, -1], [-1, -1]]
+    assert kept.tolist() == [[7, -1], [-7, -7], [-1, -1], [-1, -1]]
+    with pytest.raises(ValueError, match=r"kept \[R, 2\]"):
+        keep_drafts(tokens, idx_mapping, num_sampled, torch.zeros(4).long(), 10, kept[:, :1], form=form)
 
 
 def test_mask_drafts_names_wrong_arguments() -> None:

@@ -68,6 +68,18 @@ def test_small_linear(form: str, num_rows: int, options: dict[str, bool]) -> Non
     torch.testing.assert_close(run(form), run("loop"), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("form", ["loop", "torch", "interpret"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_small_linear_writes_its_result_twice(num_rows: int, form: str) -> None:
+    x, weight, places = random(num_rows, 40), random(11, 40, seed=1), torch.full((num_rows, 30), -7.0)
+    residual = random(num_rows, 11, seed=2)
+    out = kernels.small_linear(x, weight, residual=residual, copy=places[:, 3:14], form=form)
+    assert out is residual and torch.equal(places[:, 3:14], out)
+    assert (places[:, :3] == -7).all() and (places[:, 14:] == -7).all()
+    with pytest.raises(ValueError, match=rf"copy must be \[{num_rows}, 11\]"):
+        kernels.small_linear(x, weight, copy=places, form=form)
+
+
 def test_strided_rows_are_read_by_their_stride() -> None:
     gate_up = random(4, 64)[:, :32]
     torch.testing.assert_close(kernels.silu_mul(gate_up, form="interpret"), kernels.silu_mul(gate_up.contiguous()))

@@ -31,8 +31,8 @@ def batch(seed: int, num_reqs: int, longest: int = 6, max_reqs: int = 7) -> tupl
     sampled = [0 if inside else n - k for n, k, inside in zip(counts, rejected, inside_prompt, strict=True)]
     return (
         rows, starts, dice.numbers(0, 99, size + 2).int(), dice.numbers(0, 999, size + 2),
-        dice.numbers(0, 99, max_reqs, 1), dice.numbers(0, 99, max_reqs).int(), torch.tensor(sampled).int(),
-        torch.tensor(rejected).int(),
+        dice.numbers(0, 99, size + 2), dice.numbers(0, 99, max_reqs, 1), dice.numbers(0, 99, max_reqs).int(),
+        torch.tensor(sampled).int(), torch.tensor(rejected).int(),
     ), size  # fmt: skip
 
 
@@ -57,12 +57,12 @@ def test_a_prompts_part_a_decode_and_padding(form: str) -> None:
     got = shift_inputs(
         torch.tensor([2, 0], **i32), torch.tensor([0, 3, 7], **i32),
         torch.tensor([5, 6, 7, 10, 11, 12, -1, 0, 0], **i32),
-        torch.arange(100, 109), torch.tensor([[70], [71], [72]]), torch.tensor([80, 81, 82], **i32),
-        torch.tensor([0, 2], **i32), torch.tensor([0, 2], **i32), 8, form=form,
+        torch.arange(100, 109), torch.arange(20, 29), torch.tensor([[70], [71], [72]]),
+        torch.tensor([80, 81, 82], **i32), torch.tensor([0, 2], **i32), torch.tensor([0, 2], **i32), 8, form=form,
     )  # fmt: skip
     assert got.token_ids.tolist() == [6, 7, 82, 11, 70, 0, 0, 0]
     assert got.slot_mapping.tolist() == [100, 101, 102, 103, 104, -1, -1, -1]
-    assert got.last_indices.tolist() == [2, 4]
+    assert got.last_indices.tolist() == [2, 4] and got.draft_positions.tolist() == [24, 26]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -75,11 +75,13 @@ def test_the_torch_form_never_waits(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_compiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = (I32, I32, I32, I64, I64, I32, I32, I32, I32, I64, I64)
-    for kinds, constexprs in (((*types, "i32"), {}), (types, {"last_sampled_tokens_stride": 1})):
+    types = (I32, I32, I32, I64, I64, I64, I32, I32, I32, I32, I64, I64, I64)
+    sizes = ("i32", "i32")
+    for kinds, constexprs in (((*types, "i32", *sizes), {}), ((*types, *sizes), {"last_sampled_tokens_stride": 1})):
         compiles_for_hopper(
-            "shift_inputs", "_shift_inputs_kernel", kinds, {"BLOCK": 128, **constexprs}, tmp_path_factory, monkeypatch
-        )
+            "shift_inputs", "_shift_inputs_kernel", kinds, {"PAD": -1, "BLOCK": 128, **constexprs}, tmp_path_factory,
+            monkeypatch,
+        )  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,10 +37,10 @@ class DraftedStep:
     def batch(self) -> DraftedBatch:
         return DraftedBatch(self.idx_mapping, self.cu_num_logits, self.token_ids, self.positions, self.max_drafts)
 
-    @cached_property
-    def rows(self) -> SampleRows:
+    def rows(self, plan: SamplerPlan) -> SampleRows:
+        """For the stages of `plan`."""
         # The rows behind a draft that is none are not used, but some feature may look its token up.
-        tokens = self.token_ids.clamp(min=0)
+        tokens = self.token_ids.clamp(min=0) if plan.looks_at_drafts else self.token_ids
         drafts = DraftRows(self.expanded_local_pos, tokens, self.max_drafts)
         return SampleRows(self.expanded_idx_mapping, self.positions, drafts)
 
@@ -79,7 +78,7 @@ class RejectionSampler:
 
         Args:
             plan: of `Sampler.plan(rows, num_logits)` with the batch's rows of logits.
-            logits: f32 [l, V]; a grammar changes them in place, nothing else does.
+            logits: f32 [l, V]; changed in place, but by nothing except a grammar where somebody wants logprobs.
             draft_logits: f32 [R, N, V], by state row; what the drafts were drawn from with `Purpose.DRAFT`. None for
                 drafts that were not drawn.
             grammar: its rows are rows of the logits.
@@ -99,8 +98,9 @@ class RejectionSampler:
         return RejectionSamplerOutput(verified, logprobs)
 
     def _processed(self, plan: SamplerPlan, logits: torch.Tensor, step: DraftedStep) -> torch.Tensor:
-        """The logits of the law that is to come out: behind temperature and filters, of a copy if anything changes."""
+        """The logits of the law that is to come out, behind temperature and filters; logprobs are of those before."""
         if set(plan.stages) <= {GRAMMAR, LOGPROBS, DRAW}:
             return logits
-        *_, (_, processed) = self._sampler.stages(plan, logits, step.rows)
+        in_place = not plan.logprobs.wanted
+        *_, (_, processed) = self._sampler.stages(plan, logits, step.rows(plan), in_place=in_place)
         return processed

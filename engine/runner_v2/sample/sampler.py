@@ -64,6 +64,11 @@ class SamplerPlan:
     logprobs: LogprobsPlan = NO_LOGPROBS_PLAN
 
     @property
+    def looks_at_drafts(self) -> bool:
+        """Some feature wants to know which tokens stand before a row."""
+        return self.penalties or self.max_bad_words > 0 or bool(self.processors)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """Those of `STAGES` that this batch goes through."""
         used = {
@@ -180,10 +185,13 @@ class Sampler:
             drafts = DraftRows(zeros, zeros, 0)
         return SampleRows(idx_mapping, positions, drafts, grammar)
 
-    def stages(self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows) -> Iterator[tuple[Stage, torch.Tensor]]:
+    def stages(
+        self, plan: SamplerPlan, logits: torch.Tensor, rows: SampleRows, *, in_place: bool = False
+    ) -> Iterator[tuple[Stage, torch.Tensor]]:
         """Called on the stream, for who wants to see or needs the logits before the draw: each stage of this batch that
-        changes them, with the logits f32 [l, V] behind it: the same tensor every time. `logits` stay as they are."""
-        logits, grammar, states = logits.clone(), rows.grammar, self.states
+        changes them, with the logits f32 [l, V] behind it: the same tensor every time. `logits` stay as they are,
+        unless they are to be changed `in_place`."""
+        logits, grammar, states = logits if in_place else logits.clone(), rows.grammar, self.states
         changes = self._changes(plan, rows)
         if grammar is not None:
             changes[GRAMMAR] = lambda x: grammar.apply(x, self.form)
