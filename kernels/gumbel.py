@@ -13,8 +13,8 @@ from kernels.noise import LANES, MIN_UNIFORM, Purpose, gumbel_noise, log_exponen
 from kernels.triton_support import launch
 
 # Of chunk_kernel: 16 logits a thread and step. Further steps share what a program does once, while there are programs
-# enough: four of 64 registers a thread fit on each of an H200's 132 SMs, so that 2,048 are nearly four whole waves.
-_TILES, _WARPS, _REGISTERS, _PROGRAMS = 4, 8, 64, 2048
+# enough: four of 64 registers a thread fit on each of an H200's 132 SMs, so that 512 run all at once.
+_TILES, _WARPS, _REGISTERS, _PROGRAMS = 4, 8, 64, 512
 
 
 def gumbel_sample(

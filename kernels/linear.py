@@ -131,7 +131,13 @@ def _launch(
 def _tile(num_rows: int, num_columns: int, depth: int, gated: bool) -> tuple[int, int, int]:
     """Output columns of a program, depth of one read, and warps: the fastest of those measured on an H200."""
     is_wide = num_columns >= 65536
-    if num_rows > 1:
+    # Of a small model: how little of a read lies past the depth counts, and how few warps wait for one another.
+    is_shallow = depth < 1024 and num_columns < 2048
+    if is_shallow and num_rows > 1:
+        tile = (16, 128 if num_columns > depth else 512, 2)
+    elif is_shallow and num_columns > depth:
+        tile = (2 if gated else 4, 256, 2)
+    elif num_rows > 1:
         tile = (16, 1024 if num_rows <= 8 and is_wide else 512, 4)
     elif gated or is_wide or num_columns >= 2048:
         tile = (8, 1024, 4)

@@ -36,8 +36,10 @@ _REPLAYS = 5
 
 
 MIXED_REQS, MIXED_TOKENS = (16, 64), (64, 128, 256, 512, 1024, 2048)
-"""Sizes of captured steps for batches of any kind; the most requests come to the former. Beyond 2048 tokens the device
-is busy for longer than it takes to launch a step piece by piece."""
+"""Sizes of captured steps for batches of any kind; the most requests come to the former."""
+LARGE_MIXED_TOKENS = (2560, 3072, 4096)
+"""Further ones, for the most requests alone: all their drafts, and prompts beside them. Beyond, the device is busy for
+longer than it takes to launch a step piece by piece."""
 
 
 class StepSize(NamedTuple):
@@ -188,4 +190,6 @@ class StepGraphs:
         reqs = {*(n for n in MIXED_REQS if n < runner.max_num_reqs), runner.max_num_reqs}
         most = min(MIXED_TOKENS[-1], runner.max_num_tokens)
         tokens = {*(n for n in MIXED_TOKENS if n < most), most}
-        return {StepSize(r, t, is_mixed=True) for r in reqs for t in tokens if r <= t}
+        sizes = {StepSize(r, t, is_mixed=True) for r in reqs for t in tokens if r <= t}
+        large = (n for n in LARGE_MIXED_TOKENS if n <= runner.max_num_tokens)
+        return sizes | {StepSize(runner.max_num_reqs, t, is_mixed=True) for t in large if runner.max_num_reqs <= t}
