@@ -88,3 +88,15 @@ def test_drafts_of_every_kind(loop: str, spec: Any, circumstances: str, monkeypa
     assert pools[-1].num_replays >= 10
     for request in trace:
         assert result.tokens(request.request_id) == reference(request.prompt, request.params)
+
+
+@pytest.mark.parametrize("spec", [None, one_head], ids=["no drafts", "one head"])
+def test_the_kernels_that_a_gpu_runs(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = repeat_instead_of_capture(monkeypatch)
+    trace = [TraceRequest(f"r{i}", tuple(prompt_of(3 + i, i)), greedy(3 + i), arrival=i) for i in range(3)]
+    keywords = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "cudagraph_capture_sizes": (2, 4)}
+    with tiny_llm("v2", **keywords, **(spec(1) if spec else {}), kernel_backend="interpret") as llm:
+        result = run_trace(llm, trace)
+    assert pools[-1].num_replays >= 5
+    for request in trace:
+        assert result.tokens(request.request_id) == reference(request.prompt, request.params)

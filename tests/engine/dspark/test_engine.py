@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from engine import LLM
+from engine.runner_v2.step_graphs import StepGraphs
 from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.engine.engine_helpers import LOOPS, TraceRequest, both_loops, greedy, ids, prompt_of, run_trace
+from tests.engine.replays import repeat_instead_of_capture
 
 pytestmark = pytest.mark.slow
 
@@ -100,3 +102,20 @@ def test_fewer_drafts_than_the_block_has_are_its_first(loop: str) -> None:
         assert count is None or max(output.metrics.accepted_per_round) <= count
     assert len({answer.outputs[0].token_ids for answer in answers}) == 1
     assert answers[0].metrics.num_drafts > answers[-1].metrics.num_drafts
+
+
+def test_captured_steps_of_the_kernels_that_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imitated on a CPU, under a budget that leaves some drafts out."""
+    pools = repeat_instead_of_capture(monkeypatch)
+    monkeypatch.setattr(StepGraphs, "seconds_of", lambda self, num_reqs, num_tokens: 1e-3 * (8 + num_tokens))
+    trace = [TraceRequest(f"r{i}", tuple(golden("vanilla").sequence[: 3 + 4 * i]), greedy(8 + i), i) for i in range(2)]
+    with engine("vanilla", "overlapped", drafts=False) as llm:
+        plain = run_trace(llm, trace)
+    spec = {"method": "dspark", "model": str(ROOT / "vanilla" / "draft"), "verification_schedule": "budgeted"}
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "cudagraph_capture_sizes": (2,)}
+    with engine("vanilla", "overlapped", speculative_config=spec, kernel_backend="interpret", **sizes) as llm:
+        drafted = run_trace(llm, trace)
+    assert pools[-1].num_replays >= 6
+    for request in trace:
+        assert drafted.tokens(request.request_id) == plain.tokens(request.request_id)
+    assert sum(output.metrics.num_accepted_tokens for output in drafted.outputs.values()) > 0
