@@ -35,7 +35,7 @@ from kernels.prefill_attention import prefill_attention
 from kernels.prepare_inputs import prepare_pos_seq_lens, prepare_prefill_inputs
 from kernels.prepare_step import DraftedRows, LogitsRows, RequestRows, StepIndex, StepInputs, prepare_step
 from kernels.prompt_logprobs import prompt_logprobs_token_ids
-from kernels.rejection import DraftedBatch, RejectionOutput, draft_noise_positions, rejection_sample
+from kernels.rejection import DraftedBatch, Race, RejectionOutput, draft_noise_positions, rejection_sample
 from kernels.rms_norm import add_rms_norm
 from kernels.shift_inputs import ShiftedInputs, shift_inputs
 from kernels.silu_mul import silu_mul
@@ -62,6 +62,7 @@ __all__ = [
     "OutputPlaces",
     "PenaltyTables",
     "Purpose",
+    "Race",
     "RejectionOutput",
     "RequestRows",
     "SampledStep",

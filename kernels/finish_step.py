@@ -6,6 +6,8 @@ import torch
 
 from kernels.dispatch import check_tensors, resolve_form
 from kernels.post_update import append_tokens, get_num_sampled_and_rejected, post_update
+from kernels.rejection import Race
+from kernels.rejection_draw import best_of_tiles
 from kernels.triton_support import launch, tl, triton
 
 
@@ -24,6 +26,8 @@ class SampledStep(NamedTuple):
     sampled: torch.Tensor
     # [r] i32, written in place; None: one each
     num_sampled: torch.Tensor | None
+    # The last of each request's tokens, still to be found
+    race: Race | None = None
 
 
 class StateRows(NamedTuple):
@@ -80,7 +84,7 @@ def finish_step(
     if places.sampled.shape != (2, num_reqs, width) or places.sampled.stride(1) != width:
         raise ValueError(f"a place must be of {num_reqs} adjacent rows of {width}, got {tuple(places.sampled.shape)}")
     form = resolve_form(form, step.idx_mapping)
-    num_sampled = step.num_sampled
+    num_sampled, sampled = step.num_sampled, step.sampled
     if form not in ("torch", "loop"):
         given = num_sampled
         num_rejected = torch.empty_like(step.idx_mapping)
@@ -89,13 +93,15 @@ def finish_step(
         return num_sampled, num_rejected
     if num_sampled is None:
         num_sampled = torch.ones_like(step.idx_mapping)
+    if step.race is not None:
+        sampled = _inserted(sampled, num_sampled, step.race)
     num_rejected = get_num_sampled_and_rejected(
         num_sampled, step.seq_lens, step.cu_num_logits, step.idx_mapping, rows.prefill_len, form=form
     )
     post_update(
-        step.idx_mapping, *rows[:4], step.sampled, num_sampled, num_rejected, step.query_start_loc, form=form
+        step.idx_mapping, *rows[:4], sampled, num_sampled, num_rejected, step.query_start_loc, form=form
     )
-    outputs = [(places.sampled, step.sampled), (places.num_sampled, num_sampled)]
+    outputs = [(places.sampled, sampled), (places.num_sampled, num_sampled)]
     if places.confidences is not None and places.confidence_rows is not None:
         outputs.append((places.confidences, places.confidence_rows[step.idx_mapping.long()]))
     for place, values in outputs:
@@ -107,17 +113,26 @@ def finish_step(
     return num_sampled, num_rejected
 
 
+def _inserted(sampled: torch.Tensor, num_sampled: torch.Tensor, race: Race) -> torch.Tensor:
+    best = race.tile_max == race.tile_max.amax(1, keepdim=True)
+    token = torch.where(best, race.tile_argmax, torch.iinfo(torch.int64).max).amin(1, keepdim=True)
+    return sampled.scatter(1, (num_sampled - 1).long().unsqueeze(1), token)
+
+
 def _launch(
     step: SampledStep, given: torch.Tensor | None, num_sampled: torch.Tensor, num_rejected: torch.Tensor,
     rows: StateRows, places: OutputPlaces, form: str,
 ) -> None:  # fmt: skip
     num_reqs, width = step.sampled.shape
+    num_tiles = 0 if step.race is None else step.race.tile_max.shape[1]
     num_confidences = 0 if places.confidences is None else places.confidences.shape[2]
     launch(
         _finish_step_kernel,
         (num_reqs,),
         *step[:5],
         step.sampled.stride(0),
+        *(step.race or (None, None)),
+        num_tiles,
         given,
         num_sampled,
         num_rejected,
@@ -136,6 +151,7 @@ def _launch(
         num_warps=1,  # whose one instruction reads the turn for all of a program, before its arrival is counted
         WIDTH=width,
         BLOCK=1 << (width - 1).bit_length(),
+        TILES=1 << max(num_tiles - 1, 0).bit_length(),
         CONFIDENCES=num_confidences,
         BLOCK_C=1 << max(num_confidences - 1, 0).bit_length(),
     )
@@ -149,6 +165,9 @@ def _finish_step_kernel(
     cu_num_logits_ptr,
     sampled_ptr,
     sampled_stride,
+    tile_max_ptr,
+    tile_argmax_ptr,
+    num_tiles,
     given_ptr,
     num_sampled_ptr,
     num_rejected_ptr,
@@ -169,19 +188,18 @@ def _finish_step_kernel(
     confidence_rows_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     CONFIDENCES: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     turn = tl.load(turn_ptr)
-    # The last program that has read the turn ends it.
-    if tl.atomic_add(turn_ptr + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(turn_ptr, 1 - turn)
-        tl.store(turn_ptr + 1, 0)
+    # Nothing that follows has to wait for the count, which says who was the last to read the turn.
+    arrived = tl.atomic_add(turn_ptr + 1, 1, sem="release")
     row = tl.load(idx_mapping_ptr + req).to(tl.int64)
     decided = tl.load(seq_lens_ptr + req) >= tl.load(prefill_len_ptr + row)
-    count = 1 if given_ptr is None else tl.load(given_ptr + req)
-    count = tl.where(decided, count, 0)
+    given = 1 if given_ptr is None else tl.load(given_ptr + req)
+    count = tl.where(decided, given, 0)
     num_logits = tl.load(cu_num_logits_ptr + req + 1) - tl.load(cu_num_logits_ptr + req)
     rejected = tl.where(decided, num_logits - count, 0)
     tl.store(num_sampled_ptr + req, count)
@@ -189,6 +207,9 @@ def _finish_step_kernel(
     tl.store(count_place_ptr + turn * count_place_stride + req, count)
     k = tl.arange(0, BLOCK)
     token = tl.load(sampled_ptr + req * sampled_stride + k, mask=k < WIDTH, other=0)
+    if tile_max_ptr is not None:
+        winner = best_of_tiles(req, tile_max_ptr, tile_argmax_ptr, num_tiles, TILES)
+        token = tl.where(k == given - 1, winner, token)
     tl.store(place_ptr + turn * place_stride + req * WIDTH + k, token, mask=k < WIDTH)
     if confidence_place_ptr is not None:
         n = tl.arange(0, BLOCK_C)
@@ -200,3 +221,6 @@ def _finish_step_kernel(
         row, k, token, count, scheduled - rejected, num_computed_tokens_ptr, last_sampled_tokens_ptr, total_len_ptr,
         all_token_ids_ptr, None, last_sampled_tokens_stride, all_token_ids_stride, 0, max_model_len,
     )  # fmt: skip
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(turn_ptr, 1 - turn)
+        tl.store(turn_ptr + 1, 0)

@@ -19,7 +19,7 @@ from kernels.rejection_loop import loop_form
 from kernels.rejection_torch import draft_noise_positions, torch_form
 from kernels.rejection_triton import triton_form
 
-__all__ = ["METHODS", "DraftedBatch", "RejectionOutput", "draft_noise_positions", "rejection_sample"]
+__all__ = ["METHODS", "DraftedBatch", "Race", "RejectionOutput", "draft_noise_positions", "rejection_sample"]
 METHODS = ("standard", "block", "synthetic")
 
 
@@ -36,6 +36,16 @@ class DraftedBatch(NamedTuple):
     positions: torch.Tensor
     max_drafts: int
     """N: the most that a request may have, which the host knows."""
+
+
+class Race(NamedTuple):
+    """The race for a request's own token, of which the best tile of the vocabulary is not found yet: the token of the
+    largest maximum, the lowest of several, belongs to column `num_sampled - 1`."""
+
+    # [r, tiles] f32
+    tile_max: torch.Tensor
+    # [r, tiles] i64
+    tile_argmax: torch.Tensor
 
 
 class RejectionOutput(NamedTuple):
@@ -56,6 +66,8 @@ class RejectionOutput(NamedTuple):
     draft_probs: torch.Tensor
     # [l] f32, in [0, 1)
     uniforms: torch.Tensor
+    # What is still to be inserted into `sampled`, or None
+    race: Race | None = None
 
 
 def rejection_sample(
@@ -73,6 +85,7 @@ def rejection_sample(
     # [>= N] f32
     acceptance_rates: torch.Tensor | None = None,
     all_greedy: bool = False,
+    insert: bool = True,
     form: str = "auto",
 ) -> RejectionOutput:
     """Accept a prefix of each request's drafts and draw one token more.
@@ -86,6 +99,7 @@ def rejection_sample(
             "synthetic", by `acceptance_rates` alone, which has another law: for benchmarks.
         acceptance_rates: the rate at which draft j is accepted if those before it were.
         all_greedy: the host knows that every temperature is 0: draw no noise.
+        insert: False leaves the insertion, if it takes a launch, to whoever gets the result's `race`.
 
     Raises:
         ValueError: a wrong dtype, rank, length, method or form; rates with or without "synthetic".
@@ -114,15 +128,16 @@ def rejection_sample(
     form = resolve_form(form, target_logits)
     args = (target_logits, draft_logits, batch, temperature, seeds, method, acceptance_rates)
     if form == "torch":
-        return RejectionOutput(*torch_form(*args, all_greedy))
+        sampled, num_sampled, p, q, u = torch_form(*args, all_greedy)
+        return RejectionOutput(sampled, num_sampled, p, q, u)
     device = target_logits.device
+    p, q, u = (torch.empty(num_logits, device=device) for _ in range(3))
     out = RejectionOutput(
         torch.empty(num_reqs, batch.max_drafts + 1, dtype=torch.int64, device=device),
-        torch.empty(num_reqs, dtype=torch.int32, device=device),
-        *(torch.empty(num_logits, device=device) for _ in range(3)),
-    )
+        torch.empty(num_reqs, dtype=torch.int32, device=device), p, q, u,
+    )  # fmt: skip
     if form == "loop":
-        loop_form(*args, out)
-    else:
-        triton_form(*args, all_greedy, out, form)
-    return out
+        loop_form(*args, out[:5])
+        return out
+    race = Race(*triton_form(*args, all_greedy, out[:5], form, insert))
+    return out if insert else out._replace(race=race)

@@ -76,8 +76,14 @@ def insert_kernel(
 ):  # fmt: skip
     """28: the token of the best tile behind the accepted drafts."""
     req = tl.program_id(0).to(tl.int64)
+    winner = best_of_tiles(req, tile_max_ptr, tile_argmax_ptr, num_tiles, TILES)
+    tl.store(sampled_ptr + req * sampled_stride + tl.load(num_sampled_ptr + req) - 1, winner)
+
+
+@triton.jit
+def best_of_tiles(req, tile_max_ptr, tile_argmax_ptr, num_tiles, TILES: tl.constexpr):
+    """The token i64 of a request's best tile, the lowest of several."""
     tile = tl.arange(0, TILES)
     best = tl.load(tile_max_ptr + req * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     token = tl.load(tile_argmax_ptr + req * num_tiles + tile, mask=tile < num_tiles, other=9223372036854775807)
-    winner = tl.min(tl.where(best == tl.max(best, axis=0), token, 9223372036854775807), axis=0)
-    tl.store(sampled_ptr + req * sampled_stride + tl.load(num_sampled_ptr + req) - 1, winner)
+    return tl.min(tl.where(best == tl.max(best, axis=0), token, 9223372036854775807), axis=0)

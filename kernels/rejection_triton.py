@@ -1,5 +1,5 @@
 """The Triton form of kernels 23 to 28 (see rejection.py): statistics of the rows, judgement, draw; 4 launches, 6 where
-residual masses are needed."""
+residual masses are needed; one fewer without the insertion."""
 
 import math
 from typing import Any
@@ -27,8 +27,10 @@ def triton_form(
     all_greedy: bool,
     out: tuple[torch.Tensor, ...],
     form: str,
-) -> None:
-    """As `rejection_sample`, into `out`."""
+    insert: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rejection_sample`, into `out`. Returns the maximum and the argmax of each tile of V, [r, tiles] f32 and i64,
+    for the token that is to be inserted."""
     idx_mapping, cu_num_logits, token_ids, positions, max_drafts = batch
     num_reqs, vocab_size, device = idx_mapping.shape[0], target_logits.shape[1], target_logits.device
     sampled, num_sampled, *seen = out
@@ -78,10 +80,12 @@ def triton_form(
         num_sampled, tile_max, tile_argmax, ALL_GREEDY=all_greedy, FLOOR=FLOOR, LOG_FLOOR=math.log(FLOOR),
         MIN_UNIFORM=MIN_UNIFORM, LANES=LANES, SAMPLE=Purpose.SAMPLE.value, RESAMPLE=Purpose.RESAMPLE.value,
     )  # fmt: skip
-    launch(
-        insert_kernel, (num_reqs,), tile_max, tile_argmax, num_tiles, sampled, sampled.stride(0), num_sampled,
-        form=form, num_warps=1, TILES=_power_of_2(num_tiles),
-    )  # fmt: skip
+    if insert:
+        launch(
+            insert_kernel, (num_reqs,), tile_max, tile_argmax, num_tiles, sampled, sampled.stride(0), num_sampled,
+            form=form, num_warps=1, TILES=_power_of_2(num_tiles),
+        )  # fmt: skip
+    return tile_max, tile_argmax
 
 
 def _power_of_2(n: int) -> int:

@@ -177,12 +177,12 @@ class DraftedWork(StepWork):
         if not self.has_drafts:
             super().draw(plan)
             return
-        verified = self._verify(plan)[1].verified
-        self._sampled, self._num_sampled = verified.sampled, verified.num_sampled
+        verified = self._verify(plan, insert=False)[1].verified
+        self._sampled, self._num_sampled, self._race = verified.sampled, verified.num_sampled, verified.race
         self._hidden = None
 
     def _verify(
-        self, plan: SamplerPlan, grammar: GrammarBitmask | None = None
+        self, plan: SamplerPlan, grammar: GrammarBitmask | None = None, insert: bool = True
     ) -> tuple[DraftedStep, RejectionSamplerOutput]:
         logits, positions = self._logits()
         drafted = None if self._logits_rows is None else self._logits_rows.drafted
@@ -195,7 +195,9 @@ class DraftedWork(StepWork):
         )  # fmt: skip
         draft_logits = self._speculation.decoder.draft_logits
         sampler = self._speculation.rejection_sampler
-        return step, sampler.sample(plan, logits, step, draft_logits=draft_logits, grammar=grammar)
+        return step, sampler.sample(
+            plan, logits, step, draft_logits=draft_logits, grammar=grammar, insert=insert
+        )  # fmt: skip
 
     def _draft_tensors(self, step: DraftedStep, output: RejectionSamplerOutput) -> dict[str, torch.Tensor]:
         cu, n, verified = step.cu_num_logits, step.max_drafts, output.verified

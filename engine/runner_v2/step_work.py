@@ -13,6 +13,7 @@ import torch
 
 from kernels import (
     LogitsRows,
+    Race,
     RequestRows,
     SampledStep,
     StateRows,
@@ -83,6 +84,7 @@ class StepWork:
         self._hidden: torch.Tensor | None = None
         self._sampled: torch.Tensor | None = None
         self._num_sampled: torch.Tensor | None = None
+        self._race: Race | None = None
         self._num_rejected: torch.Tensor | None = None
 
     def prepare_prefill_inputs(self) -> None:
@@ -210,7 +212,7 @@ class StepWork:
         )  # fmt: skip
         step = SampledStep(
             self.idx_mapping, self.metadata.query_start_loc, self._buffers.seq_lens, self.cu_num_logits, self._sampled,
-            self._num_sampled,
+            self._num_sampled, self._race,
         )  # fmt: skip
         self._num_sampled, self._num_rejected = finish_step(step, rows, turns.places, form=self._form)
 

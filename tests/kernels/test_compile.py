@@ -73,15 +73,18 @@ KERNELS = [
     (
         "finish_step",
         "_finish_step_kernel",
-        (*[I32] * 4, I64, "i32", *[I32] * 4, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32, "i32", F32, F32),
-        {"WIDTH": 8, "BLOCK": 8, "CONFIDENCES": 7, "BLOCK_C": 8},
+        (
+            *[I32] * 4, I64, "i32", F32, I64, "i32", *[I32] * 4, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32,
+            "i32", F32, F32,
+        ),
+        {"WIDTH": 8, "BLOCK": 8, "TILES": 64, "CONFIDENCES": 7, "BLOCK_C": 8},
     ),
     (
         "finish_step",
         "_finish_step_kernel",
-        (*[I32] * 4, I64, "i32", *[I32] * 3, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32, "i32"),
-        {"WIDTH": 1, "BLOCK": 1, "CONFIDENCES": 0, "BLOCK_C": 1}
-        | dict.fromkeys(("given_ptr", "confidence_place_ptr", "confidence_rows_ptr")),
+        (*[I32] * 4, I64, "i32", "i32", *[I32] * 3, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32, "i32"),
+        {"WIDTH": 1, "BLOCK": 1, "TILES": 1, "CONFIDENCES": 0, "BLOCK_C": 1, "given_ptr": None}
+        | dict.fromkeys(("tile_max_ptr", "tile_argmax_ptr", "confidence_place_ptr", "confidence_rows_ptr")),
     ),
     *[
         (

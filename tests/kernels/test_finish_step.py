@@ -1,10 +1,13 @@
 """The end of a captured step in one launch: as its parts, and its output in two places by turns."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from kernels import (
     OutputPlaces,
+    Race,
     SampledStep,
     StateRows,
     finish_step,
@@ -49,7 +52,7 @@ def some_places(num_reqs: int, width: int, num_confidences: int = 0) -> OutputPl
     return OutputPlaces(torch.zeros(2, dtype=torch.int32), sampled, counts, *of_rows)
 
 
-def copied(values: tuple) -> list:
+def copied(values: Iterable) -> list:
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
 
@@ -61,7 +64,7 @@ def test_as_kernels_9_and_10(width: int, num_confidences: int, form: str) -> Non
     places = some_places(7, width, num_confidences)
     expected = StateRows(*copied(rows))
     counts = torch.ones(7, dtype=torch.int32) if step.num_sampled is None else step.num_sampled.clone()
-    idx, starts, seq_lens, cu, sampled, _ = step
+    idx, starts, seq_lens, cu, sampled, *_ = step
     rejected = get_num_sampled_and_rejected(counts, seq_lens, cu, idx, expected.prefill_len, form="loop")
     post_update(idx, *expected[:4], sampled, counts, rejected, starts, form="loop")
 
@@ -74,6 +77,26 @@ def test_as_kernels_9_and_10(width: int, num_confidences: int, form: str) -> Non
     if places.confidences is not None and places.confidence_rows is not None:
         assert torch.equal(places.confidences[0], places.confidence_rows[idx.long()])
         assert not places.confidences[1].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_race_for_the_last_token_ends_here(form: str) -> None:
+    torch.manual_seed(5)
+    step, rows = a_step(6, 4)
+    tile_max = torch.randint(0, 3, (6, 5)).float()
+    tile_max[1] = float("-inf")
+    tile_argmax = torch.arange(5).flip(0) * 100 + torch.arange(6).unsqueeze(1)
+    assert step.num_sampled is not None
+    expected = step.sampled.clone()
+    for i, (maxima, tokens) in enumerate(zip(tile_max.tolist(), tile_argmax.tolist(), strict=True)):
+        best = [token for value, token in zip(maxima, tokens, strict=True) if value == max(maxima)]
+        expected[i, step.num_sampled[i] - 1] = min(best)
+    places = some_places(6, 4)
+    finish_step(step._replace(race=Race(tile_max, tile_argmax)), rows, places, form=form)
+    assert torch.equal(places.sampled[0], expected)
+    drawn = places.num_sampled[0] > 0
+    last = expected.gather(1, (places.num_sampled[0].long() - 1).clamp(min=0).unsqueeze(1))
+    assert torch.equal(rows.last_sampled_tokens[step.idx_mapping.long()][drawn], last[drawn]) and drawn.any()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -73,6 +73,7 @@ class RejectionSampler:
         *,
         draft_logits: torch.Tensor | None = None,
         grammar: GrammarBitmask | None = None,
+        insert: bool = True,
     ) -> RejectionSamplerOutput:
         """Called on the stream.
 
@@ -82,6 +83,7 @@ class RejectionSampler:
             draft_logits: f32 [R, N, V], by state row; what the drafts were drawn from with `Purpose.DRAFT`. None for
                 drafts that were not drawn.
             grammar: its rows are rows of the logits.
+            insert: see `rejection_sample`; False where nobody wants logprobs alone.
         """
         sampler = self._sampler
         if grammar is not None:
@@ -89,7 +91,7 @@ class RejectionSampler:
         verified = rejection_sample(
             self._processed(plan, logits, step), draft_logits, step.batch, sampler.states.temperature.gpu,
             sampler.states.seeds.gpu, method=self.method, acceptance_rates=self._acceptance_rates,
-            all_greedy=plan.all_greedy, form=sampler.form,
+            all_greedy=plan.all_greedy, insert=insert, form=sampler.form,
         )  # fmt: skip
         logprobs = None
         if plan.logprobs.wanted:
