@@ -14,8 +14,8 @@ def keep_drafts(
     idx_mapping: torch.Tensor,
     # [r] i32, 0 while a request is still in its prompt
     num_sampled: torch.Tensor,
-    # [r] i64: where the first draft stands
-    positions: torch.Tensor,
+    # [r] i64: where the first draft stands; None: none is too far
+    positions: torch.Tensor | None,
     max_model_len: int,
     # [R, N] i64, by state row, changed in place; None: nobody keeps them
     kept: torch.Tensor | None = None,
@@ -30,22 +30,24 @@ def keep_drafts(
     num_reqs, num_drafts = tokens.shape
     check_tensors(torch.int64, 2, tokens=tokens)
     check_tensors(torch.int32, 1, num_reqs, idx_mapping=idx_mapping, num_sampled=num_sampled)
-    check_tensors(torch.int64, 1, num_reqs, positions=positions)
+    if positions is not None:
+        check_tensors(torch.int64, 1, num_reqs, positions=positions)
     if kept is not None:
         check_tensors(torch.int64, 2, kept=kept)
     if not tokens.is_contiguous() or (kept is not None and kept.shape[1] != num_drafts):
         raise ValueError(f"tokens must be contiguous, and kept [R, {num_drafts}]")
     form = resolve_form(form, tokens)
     if form == "torch":
-        places = positions[:num_reqs].unsqueeze(1) + torch.arange(num_drafts, device=tokens.device)
-        tokens.masked_fill_((num_sampled[:num_reqs] == 0).unsqueeze(1) | (places >= max_model_len), NO_DRAFT)
+        tokens.masked_fill_((num_sampled[:num_reqs] == 0).unsqueeze(1), NO_DRAFT)
+        if positions is not None:
+            places = positions[:num_reqs].unsqueeze(1) + torch.arange(num_drafts, device=tokens.device)
+            tokens.masked_fill_(places >= max_model_len, NO_DRAFT)
         if kept is not None:
             kept.index_copy_(0, idx_mapping[:num_reqs].long(), tokens)
     elif form == "loop":
         for i in range(num_reqs):
-            for n in range(num_drafts):
-                if int(num_sampled[i]) == 0 or int(positions[i]) + n >= max_model_len:
-                    tokens[i, n] = NO_DRAFT
+            room = num_drafts if positions is None else max(max_model_len - int(positions[i]), 0)
+            tokens[i, room if int(num_sampled[i]) > 0 else 0 :] = NO_DRAFT
             if kept is not None:
                 kept[int(idx_mapping[i])] = tokens[i]
     else:
@@ -82,10 +84,10 @@ def _keep_drafts_kernel(
 ):
     req = tl.program_id(0)
     n = tl.arange(0, BLOCK)
-    # The place behind the last possible one, so that one comparison does.
-    end = tl.where(tl.load(num_sampled_ptr + req) > 0, max_model_len - tl.load(positions_ptr + req), 0)
+    room = NUM_DRAFTS if positions_ptr is None else max_model_len - tl.load(positions_ptr + req)
+    room = tl.where(tl.load(num_sampled_ptr + req) > 0, room, 0)
     token = tl.load(tokens_ptr + req * NUM_DRAFTS + n, mask=n < NUM_DRAFTS, other=NONE)
-    token = tl.where(n < end, token, NONE)
+    token = tl.where(n < room, token, NONE)
     tl.store(tokens_ptr + req * NUM_DRAFTS + n, token, mask=n < NUM_DRAFTS)
     if kept_ptr is not None:
         row = tl.load(idx_mapping_ptr + req).to(tl.int64)

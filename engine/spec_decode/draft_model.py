@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from kernels.extend_inputs import Blocks, extend_inputs
+from kernels.keep_drafts import keep_drafts
 
 from ..attention import AttentionMetadata, allocate_kv_cache, kv_bytes_per_token
 from ..config_checks import ConfigError
 from ..models import LoadedModel
 from .draw import DraftSampler
-from .interface import NO_DRAFT, FinishedStep, SpecDecoder
+from .interface import FinishedStep, SpecDecoder
 
 
 def check_draft_model(draft: LoadedModel, target: LoadedModel, max_model_len: int) -> None:
@@ -48,6 +49,8 @@ def check_draft_model(draft: LoadedModel, target: LoadedModel, max_model_len: in
 class DraftModelDecoder(SpecDecoder):
     """`check_draft_model` has passed. `sampler` has the same number of drafts."""
 
+    keeps_drafts = True
+
     def __init__(
         self, draft: LoadedModel, num_drafts: int, sampler: DraftSampler, max_model_len: int, form: str = "auto"
     ) -> None:
@@ -75,14 +78,19 @@ class DraftModelDecoder(SpecDecoder):
         metadata, has_token = step.metadata, step.num_sampled > 0
         blocks = Blocks(metadata.block_table, step.rows.num_blocks, metadata.block_size, self._max_model_len)
         hidden, position = self._catch_up(step, blocks)
-        drafts = []
+        first, tokens = position + 1, []
         for j in range(self.num_drafts):
             position = position + 1
             token = self._sampler.draw(step, j, self._model.compute_logits(hidden), position)
-            drafts.append(torch.where(has_token & (position < self._max_model_len), token, NO_DRAFT))
+            tokens.append(token)
             if j + 1 < self.num_drafts:
                 hidden = self._advance(step, blocks, token, position, has_token, longer=j + 2)
-        return torch.stack(drafts, dim=1)
+        drafts = torch.stack(tokens, dim=1)
+        keep_drafts(
+            drafts, step.idx_mapping, step.num_sampled, first, self._max_model_len, step.rows.draft_tokens,
+            form=self._form,
+        )  # fmt: skip
+        return drafts
 
     def _catch_up(self, step: FinishedStep, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         """The step's own tokens and each request's new one.

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from kernels import propose_ngram
+from kernels.keep_drafts import keep_drafts
 
-from .interface import NO_DRAFT, FinishedStep, SpecDecoder
+from .interface import FinishedStep, SpecDecoder
 
 
 class NgramDecoder(SpecDecoder):
     on_host = True
+    keeps_drafts = True
 
     def __init__(
         self, num_drafts: int, prompt_lookup_min: int, prompt_lookup_max: int, max_model_len: int, form: str = "auto"
@@ -35,7 +37,10 @@ class NgramDecoder(SpecDecoder):
             step.idx_mapping, rows.all_token_ids, rows.total_len, num_drafts=self.num_drafts, min_ngram=self._min,
             max_ngram=self._max, max_total_len=step.metadata.max_seq_len + 1, form=self._form,
         )  # fmt: skip
-        return torch.where((step.num_sampled > 0).unsqueeze(1), drafts, NO_DRAFT)
+        keep_drafts(
+            drafts, step.idx_mapping, step.num_sampled, None, self._max_model_len, rows.draft_tokens, form=self._form
+        )  # fmt: skip
+        return drafts
 
     def propose_from_tokens(self, tokens: Sequence[np.ndarray]) -> list[list[int]]:
         return [self._lookup(own) for own in tokens]

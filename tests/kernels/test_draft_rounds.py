@@ -87,6 +87,8 @@ def test_keep_drafts(form: str) -> None:
         keep_drafts(own, idx_mapping, num_sampled, torch.tensor([3, 9, 0, 0]), 10, keeps, form=form)
         assert own.tolist() == [[-1, -1], [7, -1], [-1, -1], [-1, -1]]
     assert kept.tolist() == [[7, -1], [-7, -7], [-1, -1], [-1, -1]]
+    keep_drafts(own := tokens.clone(), idx_mapping, num_sampled, None, 10, kept, form=form)
+    assert own.tolist() == [[-1, -1], [7, 8], [-1, -1], [-1, -1]] and kept[0].tolist() == [7, 8]
     with pytest.raises(ValueError, match=r"kept \[R, 2\]"):
         keep_drafts(tokens, idx_mapping, num_sampled, torch.zeros(4).long(), 10, kept[:, :1], form=form)
 
