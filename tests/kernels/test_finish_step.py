@@ -115,3 +115,26 @@ def test_a_place_of_another_size_is_refused() -> None:
     step, rows = a_step(5, 2)
     with pytest.raises(ValueError, match="a place must be of 5 adjacent rows of 2"):
         finish_step(step, rows, some_places(5, 3))
+
+
+@pytest.mark.gpu
+def test_compiled() -> None:
+    """Three steps, so that both places have been written and the turn has come back."""
+    torch.manual_seed(3)
+    results = []
+    steps = [a_step(7, 4) for _ in range(3)]
+    race = Race(torch.randn(7, 48), torch.randint(0, 99, (7, 48)))
+    confidences = torch.rand(ROWS, 3)
+    for device, form in (("cpu", "loop"), ("cuda", "triton")):
+        turn = torch.zeros(2, dtype=torch.int32, device=device)
+        words = torch.full((2, 40), -7, device=device)
+        sampled = words[:, :28].unflatten(1, (7, 4))
+        counts = words[:, 28:].view(torch.int32)[:, :7]
+        places = OutputPlaces(turn, sampled, counts, torch.zeros(2, 7, 3, device=device), confidences.to(device))
+        for step, rows in steps:
+            own = SampledStep(*(x.to(device) for x in copied(step[:6])), Race(*(x.to(device) for x in race)))
+            table = StateRows(*(x.to(device) for x in copied(rows)))
+            seen = [*finish_step(own, table, places, form=form), *table, *places]
+        results.append([x.cpu() for x in seen])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import PAD_SLOT_ID, LogitsRows, RequestRows, StepIndex, StepInputs, prepare_step
-from tests.kernels.batches import random_batch, run_step
+from tests.kernels.batches import on, random_batch, run_step
 
 FORMS = ("torch", "interpret")
 
 
 def prepared(batch: dict[str, torch.Tensor], form: str, **keywords: Any) -> tuple[StepInputs, LogitsRows]:
     b = {name: value.clone() for name, value in batch.items()}
+    i32, i64 = ({"dtype": kind, "device": b["idx_mapping"].device} for kind in (torch.int32, torch.int64))
     inputs = StepInputs(
-        torch.zeros(192, dtype=torch.int32), torch.full((192,), 5), torch.full((8,), 3, dtype=torch.int32),
-        torch.full((192,), 9), torch.full_like(b["block_ids"], 8), torch.full((6,), 4, dtype=torch.int32),
+        torch.zeros(192, **i32), torch.full((192,), 5, **i64), torch.full((8,), 3, **i32), torch.full((192,), 9, **i64),
+        torch.full_like(b["block_ids"], 8), torch.full((6,), 4, **i32),
     )  # fmt: skip
     rows = RequestRows(
         b["num_computed_tokens"], b["prefill_len"], b["all_token_ids"], b["last_sampled_tokens"], b["draft_tokens"],
@@ -90,3 +91,15 @@ def test_a_draft_that_is_none_is_told_but_is_no_input(form: str) -> None:
     assert logits.positions.tolist() == [7, 8, 9, 0, 0, 0] and logits.drafted is not None
     assert logits.drafted.token_ids.tolist() == [70, 80, -1, 0, 0, 0]
     assert logits.drafted.idx_mapping.tolist() == [2, 2, 2, 5, -1, -1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_compiled(with_drafts: bool) -> None:
+    for seed in range(8):
+        batch = random_batch(seed, num_reqs=6)
+        keywords = {"num_logits": int(batch["cu_num_logits"][-1]) + 3, "with_drafts": with_drafts}
+        expected = prepared(batch, "loop", **keywords)
+        got = prepared(on("cuda", batch), "triton", **keywords)
+        for one, other in zip(flat(got), flat(expected), strict=True):
+            assert torch.equal(one.cpu(), other)
