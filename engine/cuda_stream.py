@@ -115,6 +115,11 @@ class CudaStream:
             self._last = end = CudaEvent(self.stream, self._timing_pool, timing=True)
             self._timed.append((self._hooks.step, name, begin, end))
 
+    def catch_up(self) -> None:
+        """What the caller's stream has been given, as the zeros of a new table, is done before what comes here next."""
+        self._last = None
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """`host`, which is pinned, on the device; the copy is only queued."""
         self._last = None

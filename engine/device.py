@@ -134,6 +134,12 @@ class Device:
         with contextlib.suppress(Exception):
             self.emit_spans()
 
+    def catch_up(self) -> None:
+        """What is made on the caller's stream, as tables and their zeros are, is made before either stream reads it."""
+        for stream in (self.compute, self.copy):
+            if isinstance(stream, CudaStream):
+                stream.catch_up()
+
     def drain(self) -> None:
         """Waits until both streams are idle: a pause, never part of a step."""
         for stream in (self.compute, self.copy):

@@ -33,6 +33,7 @@ class GraphPool:
 
         The work must be safe to run with the inputs that the factory builds. Waits for the device: call it at start-up.
         """
+        self._stream.catch_up()
         stream = self._stream.stream
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.stream(stream):

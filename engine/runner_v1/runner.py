@@ -107,6 +107,7 @@ class ModelRunnerV1:
         self.speculation = make_speculation(config, self.decoder, device)
         self._draft_token_ids: dict[str, list[int]] = {}
         self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
+        device.catch_up()
         self.capture()
 
     def capture(self) -> None:

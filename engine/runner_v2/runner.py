@@ -131,6 +131,7 @@ class ModelRunnerV2:
         self._outputs: tuple[AsyncOutput | None, AsyncOutput | None] = (None, None)
         self._drafts = AsyncDrafts(device, rows * (num_drafts + 1))
         self.graphs = StepGraphs(self)
+        self.device.catch_up()
         self.graphs.capture()
 
     @property

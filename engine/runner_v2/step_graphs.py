@@ -163,6 +163,7 @@ class StepGraphs:
             with torch.inference_mode():
                 work()
             return (time.perf_counter() - begin) / repeats
+        runner.device.catch_up()
         runner.device.drain()
         begin = time.perf_counter()
         runner.device.compute.submit("measure a step", work)

@@ -64,6 +64,9 @@ class CountedStream:
     def wait_event(self, event: CountedEvent) -> None:
         self._cuda.calls["wait_event"] += 1
 
+    def wait_stream(self, stream: None) -> None:
+        self._cuda.calls["wait_stream"] += 1
+
 
 class EmptyReplays:
     """A `GraphPool` whose replays compute nothing: what the work gave when it was captured stays its result."""
