@@ -28,8 +28,8 @@ def hash_block(parent_hash: bytes, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _RequestBlocks:
-    """`hashes` may run ahead of `block_ids` (a lookup); the first `num_published` blocks are in the prefix cache, as the
-    prefix `prefix_id`."""
+    """`hashes` may run ahead of `block_ids` (a lookup); the first `num_published` blocks are in the prefix cache, as
+    `prefix_id`."""
 
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -156,12 +156,12 @@ class KVCacheManager:
         if blocks is not None and self.enable_caching:
             self._publish(request, blocks, min(request.num_computed_tokens, request.num_tokens) // self.block_size)
 
-    def publish(self, requests: Sequence[Request], num_full: Sequence[int], last: Sequence[bytes | None]) -> None:
+    def publish(self, requests: Sequence[Request], num_full: Sequence[int], last: Iterable[bytes | None]) -> None:
         """Publishes the first blocks of each request, so many of them, as far as they aren't yet: all their tokens are
         known, and computed, or being computed by a step that is launched before any that could read them. `last`: what
         `Request.token_bytes` gives for the last of these blocks, where it is at hand."""
         if self.enable_caching:
-            for request, count, tokens in zip(requests, num_full, last, strict=True):
+            for request, count, tokens in zip(requests, num_full, last, strict=False):
                 self._publish(request, self._requests[request.request_id], count, tokens)
 
     def free(self, request_id: str) -> None:
