@@ -60,13 +60,13 @@ class ArrivedTokens:
 
     def add_one(self, row: int, token_id: int) -> None:
         """The row's next token, which is in the request's own list already, with all before it; counts it."""
-        self._kept[row, int(self._num_tokens[row]) & self._mask] = token_id
+        self._kept[row, self._num_tokens.item(row) & self._mask] = token_id
         self._num_tokens[row] += 1
         self._settled[row] += 1
 
     def settle(self, row: int) -> None:
         """Every token that is counted is in the request's own list afterwards."""
-        begin, end = int(self._settled[row]), int(self._num_tokens[row])
+        begin, end = self._settled.item(row), self._num_tokens.item(row)
         request = self._requests[row]
         if begin < end and request is not None:
             request.take_tokens(self._between(row, begin, end).tolist())
@@ -75,7 +75,7 @@ class ArrivedTokens:
     def read(self, row: int, begin: int, end: int) -> np.ndarray | None:
         """The row's tokens from position `begin` to `end`, i64; None if they are not kept."""
         # What came with the last ones and was not counted lies where the oldest did.
-        if begin < max(int(self._entered[row]), int(self._num_tokens[row]) - self._kept.shape[1] // 2):
+        if begin < self._entered.item(row) or begin < self._num_tokens.item(row) - self._kept.shape[1] // 2:
             return None
         return self._between(row, begin, end)
 

@@ -76,7 +76,8 @@ class BlockGiving(RequestBooks):
             return True
         block_size, missing, needy = self.config.block_size, left[short], rows[short]
         num_blocks = -(missing // block_size)
-        ids = [self._request(row).request_id for row in needy.tolist()]
+        req_ids = self.table.req_ids
+        ids = [req_ids[row] for row in needy.tolist()]
         block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
         if block_ids is None:
             return False

@@ -28,11 +28,13 @@ def hash_block(parent_hash: bytes, tokens: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _RequestBlocks:
-    """`hashes` may run ahead of `block_ids` (a lookup); the first `num_published` blocks are in the prefix cache."""
+    """`hashes` may run ahead of `block_ids` (a lookup); the first `num_published` blocks are in the prefix cache, as
+    `prefix_id`."""
 
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    prefix_id: int = ROOT_PREFIX_ID
 
 
 class KVCacheManager:
@@ -120,6 +122,8 @@ class KVCacheManager:
         if not blocks.block_ids:
             self._requests[request.request_id] = blocks
             blocks.num_published = len(new_computed_blocks)
+            hit = self.pool.blocks[new_computed_blocks[-1]].prefix if new_computed_blocks else None
+            blocks.prefix_id = hit.prefix_id if hit else ROOT_PREFIX_ID
             if self.enable_caching:
                 self.pool.prefix_queries += request.num_tokens
                 self.pool.prefix_hits += len(new_computed_blocks) * self.block_size
@@ -152,12 +156,12 @@ class KVCacheManager:
         if blocks is not None and self.enable_caching:
             self._publish(request, blocks, min(request.num_computed_tokens, request.num_tokens) // self.block_size)
 
-    def publish(self, requests: Sequence[Request], num_full: Sequence[int], last: Sequence[bytes | None]) -> None:
+    def publish(self, requests: Sequence[Request], num_full: Sequence[int], last: Iterable[bytes | None]) -> None:
         """Publishes the first blocks of each request, so many of them, as far as they aren't yet: all their tokens are
         known, and computed, or being computed by a step that is launched before any that could read them. `last`: what
         `Request.token_bytes` gives for the last of these blocks, where it is at hand."""
         if self.enable_caching:
-            for request, count, tokens in zip(requests, num_full, last, strict=True):
+            for request, count, tokens in zip(requests, num_full, last, strict=False):
                 self._publish(request, self._requests[request.request_id], count, tokens)
 
     def free(self, request_id: str) -> None:
@@ -209,20 +213,15 @@ class KVCacheManager:
                     assert prefix.parent_id == parent_id, what + "published under another parent"
                     assert prefix.block_hash == blocks.hashes[index], what + "published under another hash"
                     parent_id = prefix.prefix_id
+            assert blocks.prefix_id == parent_id, f"request {request_id!r} would publish under another parent"
 
     def _publish(
         self, request: Request, blocks: _RequestBlocks, num_full: int, last_tokens: bytes | None = None
     ) -> None:
-        first = blocks.num_published
-        if first >= num_full:
-            return
-        block_ids, pool, hashes = blocks.block_ids, self.pool, blocks.hashes
-        parent = pool.blocks[block_ids[first - 1]].prefix if first else None
-        parent_id = parent.prefix_id if parent else ROOT_PREFIX_ID
-        for index in range(first, num_full):
+        for index in range(blocks.num_published, num_full):
             tokens = last_tokens if last_tokens and index == num_full - 1 else self._tokens(request, index)
-            block_hash = self._hash(hashes, index, tokens)
-            parent_id = pool.publish(block_ids[index], parent_id, block_hash, tokens)
+            block_hash = self._hash(blocks.hashes, index, tokens)
+            blocks.prefix_id = self.pool.publish(blocks.block_ids[index], blocks.prefix_id, block_hash, tokens)
             blocks.num_published = index + 1
 
     def _hash(self, hashes: list[bytes], index: int, tokens: bytes) -> bytes:

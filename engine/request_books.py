@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections.abc import Iterable, Set
 
@@ -14,6 +15,9 @@ from .kv_cache import KVCacheManager
 from .request import Request, RequestStatus
 from .running_table import RunningTable
 from .step_plan import ScheduledBatch
+
+FEW_ROWS = 8
+"""Up to so many blocks are read one by one, which is cheaper than numpy."""
 
 
 class RequestBooks:
@@ -140,8 +144,10 @@ class RequestBooks:
         block_size = self.kv_cache.block_size
         num_full = num_tokens // block_size
         requests = [self._request(row) for row in rows.tolist()]
-        newest = self.table.arrived.ending_at(rows, num_full * block_size, block_size)
-        self.kv_cache.publish(requests, num_full.tolist(), newest)
+        last: Iterable[bytes | None] = itertools.repeat(None)
+        if len(rows) > FEW_ROWS:
+            last = self.table.arrived.ending_at(rows, num_full * block_size, block_size)
+        self.kv_cache.publish(requests, num_full.tolist(), last)
         self.table.publish_at[rows] = (num_full + 1) * block_size
 
     def check_integrity(self) -> None:

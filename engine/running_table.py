@@ -52,6 +52,7 @@ class RunningTable:
         self.generation = column()
         """Counts the tenants of a row: a step in flight knows by it whether the row is still its request's."""
         self.requests: list[Request | None] = [None] * max_num_seqs
+        self.req_ids = [""] * max_num_seqs
         self.rounds = DraftRounds(self.requests)
         """Of the requests in the table, as `arrived`."""
         self.arrived = ArrivedTokens(self.requests, self.num_tokens)
@@ -90,7 +91,7 @@ class RunningTable:
         """Gives `request` a row, as the last in order; its counts live there from now on."""
         count, row = len(self), self._free.pop()
         self._order[count] = row
-        self.requests[row] = request
+        self.requests[row], self.req_ids[row] = request, request.request_id
         self.num_tokens[row] = self.prefill_len[row] = request.num_tokens
         self.limit[row] = limit
         self.last_step[row] = 0

@@ -62,6 +62,10 @@ class ScheduledBatch:
         return np.array([request.structured_output is not None for request in self.requests], dtype=np.bool_)
 
     @cached_property
+    def any_constrained(self) -> bool:
+        return bool(self.constrained.any())
+
+    @cached_property
     def num_scheduled_tokens(self) -> dict[str, int]:
         return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
 

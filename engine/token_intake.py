@@ -98,7 +98,7 @@ class TokenIntake(RequestBooks):
         known = table.num_tokens[at] + counts
         if np.count_nonzero(counts) < len(counts) or np.count_nonzero(known >= table.limit[at]):
             return False
-        if np.count_nonzero(batch.constrained) or self._stops(tokens, counts) is not None:
+        if batch.any_constrained or self._stops(tokens, counts) is not None:
             return False
         table.arrived.add(at, tokens)
         if batch.awaits_first_token:

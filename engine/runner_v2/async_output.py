@@ -40,14 +40,14 @@ def parts_of_tokens(tokens: torch.Tensor, num_rows: int, width: int) -> tuple[to
 
 
 class HostBuffers:
-    """What one step's output is copied to, pinned: `tokens` i64 [size], with its numpy view, and by name what else may
-    come with it, made when it first does."""
+    """What one step's output is copied to, pinned and by name: `tokens` i64 [size], with its numpy view, and what else
+    may come with it, made when it first does."""
 
     def __init__(self, device: Device, size: int) -> None:
         self._device = device
-        self.tokens = device.empty_host((size,), torch.int64)
-        self.tokens_np: np.ndarray = self.tokens.numpy()
-        self._others: dict[str, torch.Tensor] = {}
+        tokens = device.empty_host((size,), torch.int64)
+        self.tokens_np: np.ndarray = tokens.numpy()
+        self._buffers = {"tokens": tokens}
         self._last: dict[str, torch.Tensor] = {}
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,9 +55,9 @@ class HostBuffers:
         last = self._last.get(name)
         if last is not None and last.shape == tensor.shape and last.dtype == tensor.dtype:
             return last
-        buffer = self._others.get(name)
+        buffer = self._buffers.get(name)
         if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
-            buffer = self._others[name] = self._device.empty_host((tensor.numel(),), tensor.dtype)
+            buffer = self._buffers[name] = self._device.empty_host((tensor.numel(),), tensor.dtype)
         self._last[name] = shaped = buffer[: tensor.numel()].view(tensor.shape)
         return shaped
 
@@ -103,7 +103,6 @@ class AsyncOutput:
         self._logprobs_plan = logprobs_plan
         self._prompt_logprobs = prompt_logprobs
         self._buffers = host
-        self._num_rows = 0
         self._width = width
         self._cu_num_logits = cu_num_logits
         self._tensors = tensors
@@ -117,12 +116,7 @@ class AsyncOutput:
     def _copy(self) -> None:
         self._kept = self._tensors()
         for name, tensor in self._kept.items():
-            if name == "tokens":
-                # Of r rows there are r * width tokens and ceil(r / 2) words of counts.
-                self._num_rows = tensor.shape[0] * 2 // (2 * self._width + 1)
-                self._buffers.tokens[: tensor.shape[0]].copy_(tensor, non_blocking=True)
-            else:
-                self._host[name] = self._buffers.like(name, tensor).copy_(tensor, non_blocking=True)
+            self._host[name] = self._buffers.like(name, tensor).copy_(tensor, non_blocking=True)
 
     def let_overwrite(self) -> None:
         """What the compute stream does from now on may overwrite the device's tensors: it comes behind the copies."""
@@ -132,11 +126,14 @@ class AsyncOutput:
     def get_output(self) -> ModelRunnerOutput:
         self._device.wait(self._copied, "output", inside_step=False)
         self._has_arrived, self._kept = True, {}
-        host = {name: tensor.numpy() for name, tensor in self._host.items()}
-        rows, tokens, size = self._num_rows, self._buffers.tokens_np, self._num_rows * self._width
-        sampled, num_sampled = tokens[:size].reshape(rows, self._width), tokens[size:].view(np.int32)[:rows]
-        if self._observe_confidences is not None and CONFIDENCES in host:
-            self._observe_confidences(host[CONFIDENCES][: len(self._req_ids)].copy())
+        tokens, width = self._buffers.tokens_np, self._width
+        # Of r rows there are r * width tokens and ceil(r / 2) words of counts.
+        rows = self._host["tokens"].shape[0] * 2 // (2 * width + 1)
+        size, host = rows * width, {name: tensor.numpy() for name, tensor in self._host.items() if name != "tokens"}
+        sampled, num_sampled = tokens[:size].reshape(rows, width), tokens[size:].view(np.int32)[:rows]
+        confidences = host.pop(CONFIDENCES, None)
+        if self._observe_confidences is not None and confidences is not None:
+            self._observe_confidences(confidences[: len(self._req_ids)].copy())
         # The rows of a captured batch's padding are cut.
         num_reqs, logprobs = len(self._req_ids), None
         if self._num_logprobs is not None:
