@@ -42,7 +42,7 @@ from .sample.structured_outputs import GrammarBitmask
 from .sample.tables import TokenTable
 from .speculation import DraftedWork, Speculation, make_speculation
 from .states import RequestState
-from .step_graphs import StepGraphs, StepSize, is_verification
+from .step_graphs import CAPTURED_PLANS, StepGraphs, StepSize, is_verification
 from .step_work import StepWork
 
 STEPS_IN_FLIGHT = 2
@@ -347,16 +347,20 @@ class ModelRunnerV2:
         ids, num_reqs = tuple(scheduled), len(scheduled)
         counts = np.fromiter(scheduled.values(), dtype=np.int32, count=num_reqs)
         rows = np.fromiter((states.req_id_to_index[req_id] for req_id in ids), dtype=np.int32, count=num_reqs)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_drafts = np.zeros(num_reqs, dtype=np.int32)
+        if drafts:
+            num_drafts[:] = [len(drafts.get(req_id, ())) for req_id in ids]
+            verified = self._verified_drafts(rows, counts, num_drafts)
+            counts, num_drafts = counts - (num_drafts - verified), verified
         order = np.lexsort((-states.num_computed_tokens_np[rows], counts))
         req_ids, counts, rows = tuple(ids[i] for i in order), counts[order], rows[order]
         num_tokens = int(counts.sum())
         size = choose_descriptor(
             num_reqs, num_tokens, self.config.cudagraph_capture_sizes, self.max_num_reqs, self.max_num_tokens
         )
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        num_drafts = [len(drafts.get(req_id, ())) for req_id in req_ids] if drafts else 0
         num_logits = np.ones(self.max_num_reqs, dtype=np.int32)
-        num_logits[:num_reqs] += np.asarray(num_drafts, dtype=np.int32)
+        num_logits[:num_reqs] += num_drafts[order]
         index = np.full(3 * self.max_num_reqs + 2, num_tokens, dtype=np.int32)
         ends = [self.max_num_reqs + 1, 2 * self.max_num_reqs + 1]
         query_start_loc, idx_mapping, cu_num_logits = np.split(index, ends)
@@ -379,6 +383,16 @@ class ModelRunnerV2:
             num_decodes=int((counts == 1).sum()),
             has_prefill=bool((computed < prefill_len).any()),
         )
+
+    def _verified_drafts(self, rows: np.ndarray, counts: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+        """i32 [r]: of each request's drafts those that the step verifies. All, but under a budget beside prompts."""
+        speculation, others = self.speculation, int((counts - num_drafts).sum())
+        drafted = int((num_drafts > 0).sum())
+        if speculation is None or not speculation.verification.is_budgeted or not drafted or others == len(counts):
+            return num_drafts
+        if self.sampler.plan(rows, 1 + num_drafts) not in CAPTURED_PLANS:
+            return num_drafts
+        return np.minimum(num_drafts, speculation.verification.budget_beside_prompts(drafted, others))
 
     def _seq_lens_np(self, batch: InputBatch) -> np.ndarray:
         """i32 [r]: an upper bound of the device's seq_lens, until the next step's `update_states`."""

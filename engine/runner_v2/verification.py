@@ -6,7 +6,8 @@ What decides is where the lengths are made, since the host launches a step befor
 - threshold, early_stop: the device cuts the drafts as they are proposed. The step was sized for all of them, so this
   saves no work; it is here for the law and the lengths, to be compared.
 - budgeted: the host chooses, from confidences of an earlier round, how many rows the whole step has, and the device
-  gives them to the drafts that will most likely be accepted. This step is smaller.
+  gives them to the drafts that will most likely be accepted. This step is smaller. Beside prompts every request has
+  as many verified, as the budget there allows.
 """
 
 from __future__ import annotations
@@ -105,15 +106,24 @@ class Verification:
     def budget(self, num_reqs: int, num_reqs_padded: int, budgets: Sequence[int] | None = None) -> int:
         """How many drafts this step verifies in all, one of the ascending `budgets` if they are given."""
         self._round += 1
-        everything = num_reqs_padded * self._num_drafts
         if not self.is_budgeted:
-            return everything
+            return num_reqs_padded * self._num_drafts
+        return self._choose(num_reqs, num_reqs_padded, budgets)
+
+    def budget_beside_prompts(self, num_reqs: int, num_tokens: int) -> int:
+        """How many drafts each of `num_reqs` requests has verified in a step of `num_tokens` tokens besides, of prompts
+        too. All have as many, so that the step's index is the host's."""
+        self._round += 1
+        budgets = tuple(num_reqs * drafts for drafts in range(self._num_drafts + 1))
+        return self._choose(num_reqs, num_tokens, budgets) // max(num_reqs, 1)
+
+    def _choose(self, num_reqs: int, num_tokens: int, budgets: Sequence[int] | None) -> int:
         chosen, expected = self._budgets.budget(
-            self._round, num_reqs, self._num_drafts, num_tokens=num_reqs_padded, budgets=budgets
+            self._round, num_reqs, self._num_drafts, num_tokens=num_tokens, budgets=budgets
         )
         if VerificationBudgeted in self._hooks.wanted:
             stamp, drafts = self._hooks.stamp(), num_reqs * self._num_drafts
-            self._hooks.emit(VerificationBudgeted(*stamp, num_reqs, drafts, num_reqs_padded, chosen, expected))
+            self._hooks.emit(VerificationBudgeted(*stamp, num_reqs, drafts, num_tokens, chosen, expected))
         return chosen
 
     def observer(self) -> Callable[[np.ndarray], None] | None:

@@ -127,6 +127,39 @@ def test_a_budget_makes_the_step_smaller(captured: bool, monkeypatch: pytest.Mon
     assert min(budgets) < NUM_DRAFTS
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["piece by piece", "replayed"])
+def test_a_budget_holds_beside_prompts(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt comes while another request has drafts: some of them are verified in the step that computes it."""
+    sizes = {}
+    if captured:
+        repeat_instead_of_capture(monkeypatch)
+        sizes = {"cudagraph_capture_sizes": SIZES}
+    sequence = golden("vanilla").sequence
+    first, second = ids(*sequence[:9]), ids(*sequence[4:18])
+    with engine("vanilla", "plain", **spec_of("budgeted"), **sizes) as llm:
+        dear_tokens(llm)
+        seen: list[Event] = []
+        outputs = {}
+        llm.add(first, greedy(40))
+        with llm.hooks.subscribe(VerificationBudgeted, seen.append), llm.hooks.subscribe(InputsPrepared, seen.append):
+            for step in range(100):
+                if step == 6:
+                    llm.add(second, greedy(20))
+                outputs |= {output.request_id: output for output in llm.step() if output.finished}
+                if len(outputs) == 2:
+                    break
+    beside = [(a, b) for a, b in itertools.pairwise(seen) if isinstance(a, VerificationBudgeted) and a.num_tokens == 15]
+    assert len(beside) == 1
+    budget, inputs = beside[0]
+    assert isinstance(budget, VerificationBudgeted) and isinstance(inputs, InputsPrepared)
+    assert (budget.num_reqs, budget.num_drafts) == (1, NUM_DRAFTS) and budget.budget < NUM_DRAFTS
+    assert inputs.num_tokens == 15 + budget.budget
+    with engine("vanilla", "plain") as llm:
+        expected = llm.generate([first, second], [greedy(40), greedy(20)], use_tqdm=False)
+    got = [outputs[request_id].outputs[0].token_ids for request_id in sorted(outputs)]
+    assert got == [output.outputs[0].token_ids for output in expected]
+
+
 def test_costs_are_measured_at_start() -> None:
     with engine("vanilla", "plain", **spec_of("budgeted")) as llm:
         view = speculation_view(llm.core)
