@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..attention import AttentionMetadata
 from ..config import EngineConfig
-from ..cuda_stream import CudaStream
 from ..device import Device
-from ..graphs import GraphPool
+from ..graphs import GraphPool, make_graph_pool
 from ..hooks import DRAFT_EVENTS, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
@@ -106,12 +106,13 @@ class ModelRunnerV1:
         self._values = DeviceValues()
         self.speculation = make_speculation(config, self.decoder, device)
         self._draft_token_ids: dict[str, list[int]] = {}
-        self.graphs = GraphPool(device.compute) if isinstance(device.compute, CudaStream) else None
+        self.graphs = make_graph_pool(device.compute)
         device.catch_up()
         self.capture()
 
     def capture(self) -> None:
-        """Captures the model's forward for pure decode batches; does nothing on a CPU or with enforce_eager.
+        """Captures the model's forward for batches of decodes, and for those with drafts; does nothing on a CPU or with
+        enforce_eager.
 
         Only the forward: V1 makes its inputs on the host, so they can't be part of a graph.
         """
@@ -119,36 +120,49 @@ class ModelRunnerV1:
         if self.graphs is None or self.config.enforce_eager:
             return
         begin = time.monotonic()
-        for size in sorted(self.config.cudagraph_capture_sizes, reverse=True):
-            if size <= min(self.max_num_reqs, self.max_num_tokens):
-                self.graphs.capture(size, partial(self._padding_forward, size))
+        queries = {1, 1 + self._num_drafts}
+        sizes = [(n, n * each) for n in self.config.cudagraph_capture_sizes for each in queries]
+        for num_reqs, num_tokens in sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True):
+            if num_reqs <= self.max_num_reqs and num_tokens <= self.max_num_tokens:
+                size = num_reqs, num_tokens
+                self.graphs.capture(size, partial(self._padding_forward, *size))
         self.device.drain()
         self.capture_seconds = time.monotonic() - begin
 
-    def _padding_forward(self, size: int) -> Callable[[], torch.Tensor]:
-        """The forward of `size` decodes of which none is there: it may run at any time and writes no cache."""
+    @property
+    def _num_drafts(self) -> int:
+        return 0 if self.decoder is None else self.decoder.num_drafts
+
+    def _padding_forward(self, num_reqs: int, num_tokens: int) -> Callable[[], torch.Tensor]:
+        """The forward of decodes, with all their drafts or without, of which none is there: it may run at any time and
+        writes no cache."""
         self.slot_mapping.fill_(-1)
         self.seq_lens.zero_()
         metadata = self.model_state.prepare_attn(
-            num_reqs=size,
-            num_tokens=size,
-            num_tokens_padded=size,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_tokens_padded=num_tokens,
             query_start_loc=self.query_start_loc.gpu,
-            query_start_loc_np=np.arange(size + 1, dtype=np.int32),
+            query_start_loc_np=np.arange(num_reqs + 1, dtype=np.int32) * (num_tokens // num_reqs),
             seq_lens=self.seq_lens,
-            seq_lens_np=np.full(size, self.config.max_model_len, dtype=np.int32),
+            seq_lens_np=np.full(num_reqs, self.config.max_model_len, dtype=np.int32),
             block_table=self.input_batch.block_table.gpu,
-            slot_mapping=self.slot_mapping[:size],
-            num_decodes=size,
+            slot_mapping=self.slot_mapping[:num_tokens],
+            num_decodes=num_reqs if num_tokens == num_reqs else 0,
         )
-        inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:size], self.positions[:size])
+        inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:num_tokens], self.positions[:num_tokens])
         return partial(self.model, **inputs, metadata=metadata, kv_cache=self.kv_cache)
 
-    def _captured_size(self, num_reqs: int, num_tokens: int) -> int | None:
-        """The smallest captured batch that holds these decodes; None for a batch with prompts, or without a graph."""
-        if self.graphs is None or num_tokens != num_reqs:
+    def _captured_size(self, metadata: AttentionMetadata) -> tuple[int, int] | None:
+        """Requests and tokens of the smallest captured batch that holds this one; None for one with prompts, or without
+        a graph."""
+        # A captured forward stores a token's keys in the launch that reads those of others.
+        if self.graphs is None or metadata.has_admitted or metadata.max_query_len > 1 + self._num_drafts:
             return None
-        return next((n for n in self.config.cudagraph_capture_sizes if n >= num_reqs and n in self.graphs), None)
+        num_reqs, num_tokens = metadata.num_reqs, metadata.num_tokens
+        each = 1 if num_tokens == num_reqs else 1 + self._num_drafts
+        sizes = ((n, n * each) for n in self.config.cudagraph_capture_sizes if n >= num_reqs)
+        return next((size for size in sizes if size in self.graphs), None)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -370,9 +384,9 @@ class ModelRunnerV1:
     def forward(self) -> None:
         assert self._inputs is not None, "forward: prepare_inputs comes first"
         t, metadata, values = self._inputs.num_tokens, self._inputs.metadata, self._values
-        graphs, size = self.graphs, self._captured_size(len(self._inputs.req_ids), t)
+        graphs, size = self.graphs, self._captured_size(metadata)
         if graphs is not None and size is not None:
-            self._submit_replay(graphs, size, values)
+            self._submit_replay(graphs, size, t, values)
             return
         inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:t], self.positions[:t])
 
@@ -383,9 +397,9 @@ class ModelRunnerV1:
         if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "forward", "torch"))
 
-    def _submit_replay(self, graphs: GraphPool, size: int, values: DeviceValues) -> None:
+    def _submit_replay(self, graphs: GraphPool, size: tuple[int, int], num_tokens: int, values: DeviceValues) -> None:
         def replay() -> None:
-            values.hidden = graphs.replay(size)
+            values.hidden = graphs.replay(size)[:num_tokens]
 
         self.device.compute.submit(f"graph of {size}", replay)
         if KernelLaunched in self.hooks.wanted:

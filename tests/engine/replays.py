@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,22 +21,31 @@ class RepeatedWork:
 
     def __init__(self) -> None:
         self._work: dict[Hashable, Any] = {}
-        self.num_replays = 0
+        self.replayed: Counter[Hashable] = Counter()
+
+    @property
+    def num_replays(self) -> int:
+        return self.replayed.total()
 
     def capture(self, key: Hashable, factory: Factory) -> None:
         work = factory()
-        step = work.func.__self__  # type: ignore[attr-defined]
+        step = getattr(work.func, "__self__", None)  # type: ignore[attr-defined]
 
         def run() -> Any:
             # The attention of a CPU groups by the host's lengths, which a captured step doesn't have.
-            step.metadata = with_lengths_read(step.metadata)
             with torch.inference_mode():
-                return work()
+                if step is not None:  # V2's whole step
+                    step.metadata = with_lengths_read(step.metadata)
+                    return work()
+                return work(metadata=with_lengths_read(work.keywords["metadata"]))  # type: ignore[attr-defined]
 
         self._work[key] = run
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._work
+
     def replay(self, key: Hashable) -> Any:
-        self.num_replays += 1
+        self.replayed[key] += 1
         return self._work[key]()
 
 
