@@ -9,17 +9,14 @@ its output: penalties, bad words, logits processors).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
-from ..attention import AttentionMetadata
 from ..config import EngineConfig
 from ..device import Device
-from ..graphs import GraphPool, make_graph_pool
 from ..hooks import DRAFT_EVENTS, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowMoved, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
@@ -30,6 +27,7 @@ from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from ..spec_decode import SpecDecoder
 from ..streams import Event
 from .device_drafts import DeviceDrafts, Propose
+from .forward_graphs import ForwardGraphs, ForwardSize
 from .input_batch import CachedRequestState, CpuGpuBuffer, InputBatch
 from .outputs import AsyncGPUModelRunnerOutput, OutputRows, ReadyOutput, copy_to_host
 from .prompt_logprobs import PromptChunk, prompt_chunks
@@ -106,32 +104,13 @@ class ModelRunnerV1:
         self._values = DeviceValues()
         self.speculation = make_speculation(config, self.decoder, device)
         self._draft_token_ids: dict[str, list[int]] = {}
-        self.graphs = make_graph_pool(device.compute)
+        self.graphs = ForwardGraphs(config, device, 0 if self.decoder is None else self.decoder.num_drafts)
         device.catch_up()
-        self.capture()
-
-    def capture(self) -> None:
-        """Captures the model's forward for batches of decodes, and for those with drafts; does nothing on a CPU or with
-        enforce_eager.
-
-        Only the forward: V1 makes its inputs on the host, so they can't be part of a graph.
-        """
-        self.capture_seconds = 0.0
-        if self.graphs is None or self.config.enforce_eager:
-            return
-        begin = time.monotonic()
-        queries = {1, 1 + self._num_drafts}
-        sizes = [(n, n * each) for n in self.config.cudagraph_capture_sizes for each in queries]
-        for num_reqs, num_tokens in sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True):
-            if num_reqs <= self.max_num_reqs and num_tokens <= self.max_num_tokens:
-                size = num_reqs, num_tokens
-                self.graphs.capture(size, partial(self._padding_forward, *size))
-        self.device.drain()
-        self.capture_seconds = time.monotonic() - begin
+        self.graphs.capture(self._padding_forward)
 
     @property
-    def _num_drafts(self) -> int:
-        return 0 if self.decoder is None else self.decoder.num_drafts
+    def capture_seconds(self) -> float:
+        return self.graphs.seconds
 
     def _padding_forward(self, num_reqs: int, num_tokens: int) -> Callable[[], torch.Tensor]:
         """The forward of decodes, with all their drafts or without, of which none is there: it may run at any time and
@@ -152,17 +131,6 @@ class ModelRunnerV1:
         )
         inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:num_tokens], self.positions[:num_tokens])
         return partial(self.model, **inputs, metadata=metadata, kv_cache=self.kv_cache)
-
-    def _captured_size(self, metadata: AttentionMetadata) -> tuple[int, int] | None:
-        """Requests and tokens of the smallest captured batch that holds this one; None for one with prompts, or without
-        a graph."""
-        # A captured forward stores a token's keys in the launch that reads those of others.
-        if self.graphs is None or metadata.has_admitted or metadata.max_query_len > 1 + self._num_drafts:
-            return None
-        num_reqs, num_tokens = metadata.num_reqs, metadata.num_tokens
-        each = 1 if num_tokens == num_reqs else 1 + self._num_drafts
-        sizes = ((n, n * each) for n in self.config.cudagraph_capture_sizes if n >= num_reqs)
-        return next((size for size in sizes if size in self.graphs), None)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -384,9 +352,8 @@ class ModelRunnerV1:
     def forward(self) -> None:
         assert self._inputs is not None, "forward: prepare_inputs comes first"
         t, metadata, values = self._inputs.num_tokens, self._inputs.metadata, self._values
-        graphs, size = self.graphs, self._captured_size(metadata)
-        if graphs is not None and size is not None:
-            self._submit_replay(graphs, size, t, values)
+        if (size := self.graphs.find(metadata)) is not None:
+            self._submit_replay(size, t, values)
             return
         inputs = self.model_state.prepare_inputs(self.input_ids.gpu[:t], self.positions[:t])
 
@@ -397,13 +364,14 @@ class ModelRunnerV1:
         if KernelLaunched in self.hooks.wanted:
             self.hooks.emit(KernelLaunched(*self.hooks.stamp(), "forward", "torch"))
 
-    def _submit_replay(self, graphs: GraphPool, size: tuple[int, int], num_tokens: int, values: DeviceValues) -> None:
+    def _submit_replay(self, size: ForwardSize, num_tokens: int, values: DeviceValues) -> None:
         def replay() -> None:
-            values.hidden = graphs.replay(size)[:num_tokens]
+            values.hidden = self.graphs.replay(size)[:num_tokens]
 
-        self.device.compute.submit(f"graph of {size}", replay)
+        name = f"graph of {size}"
+        self.device.compute.submit(name, replay)
         if KernelLaunched in self.hooks.wanted:
-            self.hooks.emit(KernelLaunched(*self.hooks.stamp(), f"graph of {size}", "triton"))
+            self.hooks.emit(KernelLaunched(*self.hooks.stamp(), name, "triton"))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ReadyOutput | AsyncGPUModelRunnerOutput:
         assert self._inputs is not None, "sample_tokens: execute_model comes first"

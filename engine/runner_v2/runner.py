@@ -10,7 +10,7 @@ table (ARCHITECTURE.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -34,15 +34,16 @@ from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
 from ..spec_decode import SpecDecoder
 from .async_drafts import AsyncDrafts
 from .async_output import AsyncOutput, HostRing
+from .batch_maker import BatchMaker
 from .block_tables import BlockTables
-from .input_batch import InputBatch, InputBuffers, choose_descriptor
+from .input_batch import InputBatch, InputBuffers
 from .sample import Sampler
 from .sample.states import SamplingStates
 from .sample.structured_outputs import GrammarBitmask
 from .sample.tables import TokenTable
 from .speculation import DraftedWork, Speculation, make_speculation
 from .states import RequestState
-from .step_graphs import CAPTURED_PLANS, StepGraphs, StepSize, is_verification
+from .step_graphs import StepGraphs, StepSize, is_verification
 from .step_work import StepWork
 
 STEPS_IN_FLIGHT = 2
@@ -121,8 +122,9 @@ class ModelRunnerV2:
         self.last_batch: InputBatch | None = None
         self.last_work: StepWork | None = None
         self._state: ExecuteModelState | None = None
+        verification = None if self.speculation is None else self.speculation.verification
+        self.batches = BatchMaker(config, states, self.sampler, verification)
         # What a step knows of the one before: while the same objects come, nothing came or went.
-        self._last_scheduled: dict[str, int] | None = None
         self._cached_ids: tuple[str, ...] = ()
         self._cached_rows = np.empty(0, dtype=np.int64)
         self._index_on_device: np.ndarray | None = None
@@ -207,7 +209,7 @@ class ModelRunnerV2:
             self.hooks.emit(RowWritten(*self.hooks.stamp(), new.req_id, row))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
-        batch = self._make_batch(scheduler_output)
+        batch = self.batches.make(scheduler_output)
         graph = self.graphs.find(batch)
         if batch.index_np is not self._index_on_device:
             self.device.write("query_start_loc, idx_mapping, cu_num_logits", self.input_buffers.index, batch.index_np)
@@ -327,72 +329,6 @@ class ModelRunnerV2:
             has_admitted=has_admitted,
             max_query_len=max_query_len,
         )
-
-    def _make_batch(self, scheduler_output: SchedulerOutput) -> InputBatch:
-        """The step's index, from the host's numpy mirrors alone.
-
-        Sorted by scheduled tokens, so decodes come first; of those the one with the longest context first: a kernel
-        whose programs take the rows in turn then does not end with the long ones.
-        """
-        scheduled, states, last = scheduler_output.num_scheduled_tokens, self.req_states, self.last_batch
-        if scheduled is self._last_scheduled and last is not None:
-            if not last.has_prefill:
-                return last
-            computed, rows = states.num_computed_tokens_np[last.idx_mapping_np], last.idx_mapping_np
-            return replace(
-                last,
-                has_prefill=bool((computed < states.prefill_len.np[rows]).any()),
-            )
-        self._last_scheduled = scheduled
-        ids, num_reqs = tuple(scheduled), len(scheduled)
-        counts = np.fromiter(scheduled.values(), dtype=np.int32, count=num_reqs)
-        rows = np.fromiter((states.req_id_to_index[req_id] for req_id in ids), dtype=np.int32, count=num_reqs)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        num_drafts = np.zeros(num_reqs, dtype=np.int32)
-        if drafts:
-            num_drafts[:] = [len(drafts.get(req_id, ())) for req_id in ids]
-            verified = self._verified_drafts(rows, counts, num_drafts)
-            counts, num_drafts = counts - (num_drafts - verified), verified
-        order = np.lexsort((-states.num_computed_tokens_np[rows], counts))
-        req_ids, counts, rows = tuple(ids[i] for i in order), counts[order], rows[order]
-        num_tokens = int(counts.sum())
-        size = choose_descriptor(
-            num_reqs, num_tokens, self.config.cudagraph_capture_sizes, self.max_num_reqs, self.max_num_tokens
-        )
-        num_logits = np.ones(self.max_num_reqs, dtype=np.int32)
-        num_logits[:num_reqs] += num_drafts[order]
-        index = np.full(3 * self.max_num_reqs + 2, num_tokens, dtype=np.int32)
-        ends = [self.max_num_reqs + 1, 2 * self.max_num_reqs + 1]
-        query_start_loc, idx_mapping, cu_num_logits = np.split(index, ends)
-        cu_num_logits[0] = 0
-        np.cumsum(num_logits, out=cu_num_logits[1:])
-        query_start_loc[0] = 0
-        np.cumsum(counts, out=query_start_loc[1 : num_reqs + 1])
-        idx_mapping[:num_reqs] = rows
-        idx_mapping[num_reqs:] = states.padding_row
-        computed = states.num_computed_tokens_np[rows]
-        prefill_len = states.prefill_len.np[rows]
-        return InputBatch(
-            req_ids=req_ids,
-            index_np=index,
-            num_scheduled_tokens=counts,
-            plan=self.sampler.plan(rows, num_logits[:num_reqs] if drafts else None),
-            num_tokens=num_tokens,
-            num_tokens_padded=size.num_tokens,
-            num_reqs_padded=size.num_reqs,
-            num_decodes=int((counts == 1).sum()),
-            has_prefill=bool((computed < prefill_len).any()),
-        )
-
-    def _verified_drafts(self, rows: np.ndarray, counts: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-        """i32 [r]: of each request's drafts those that the step verifies. All, but under a budget beside prompts."""
-        speculation, others = self.speculation, int((counts - num_drafts).sum())
-        drafted = int((num_drafts > 0).sum())
-        if speculation is None or not speculation.verification.is_budgeted or not drafted or others == len(counts):
-            return num_drafts
-        if self.sampler.plan(rows, 1 + num_drafts) not in CAPTURED_PLANS:
-            return num_drafts
-        return np.minimum(num_drafts, speculation.verification.budget_beside_prompts(drafted, others))
 
     def _seq_lens_np(self, batch: InputBatch) -> np.ndarray:
         """i32 [r]: an upper bound of the device's seq_lens, until the next step's `update_states`."""

@@ -29,6 +29,7 @@ from engine.interrupts import deferred_interrupt
 from engine.output_processor import OutputProcessor
 from engine.runner_v2 import buffers, row_ends
 from engine.runner_v2.async_output import AsyncOutput, empty_tokens
+from engine.runner_v2.batch_maker import BatchMaker
 from engine.runner_v2.runner import ModelRunnerV2
 from engine.runner_v2.sample import SamplerPlan
 from engine.runner_v2.step_graphs import StepGraphs, StepSize
@@ -38,7 +39,7 @@ from tests.engine.counted_cuda import counted_cuda
 PARTS: dict[str, tuple[type, str]] = {
     "schedule": (Scheduler, "schedule"),
     "update states": (ModelRunnerV2, "update_states"),
-    "make batch": (ModelRunnerV2, "_make_batch"),
+    "make batch": (BatchMaker, "make"),
     "prepare inputs": (ModelRunnerV2, "prepare_inputs"),
     "submit": (ModelRunnerV2, "forward"),
     "sample_tokens": (ModelRunnerV2, "sample_tokens"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.runner_v1.forward_graphs import ForwardGraphs
 from tests.engine.replays import RepeatedWork
 
 SIZES = (1, 2, 4)
@@ -24,9 +25,10 @@ def answers(captured: bool, **config: Any) -> tuple[list[tuple[int, ...]], Repea
     try:
         runner = llm.core.runner
         if captured:  # a CPU has no sizes to capture
-            runner.config = replace(runner.config, cudagraph_capture_sizes=SIZES, enforce_eager=False)
-            runner.graphs = pool
-            runner.capture()
+            config = replace(runner.config, cudagraph_capture_sizes=SIZES, enforce_eager=False)
+            runner.graphs = ForwardGraphs(config, llm.core.device, runner.decoder.num_drafts if runner.decoder else 0)
+            runner.graphs._pool = pool
+            runner.graphs.capture(runner._padding_forward)
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (30, 20, 40)]
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, params, use_tqdm=False)
