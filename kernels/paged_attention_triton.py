@@ -9,7 +9,7 @@ from kernels.head_rotation import rotate_block, rotation_factors
 from kernels.triton_support import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def decode_attention_kernel(
     qkv_ptr,
     qkv_stride,

@@ -114,7 +114,11 @@ def _torch(
     out.copy_(torch.where(owned.view(-1, 1), result[(row - first).clamp_(min=0)], out))
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+# The decodes before them shift where a batch's prompts begin: another alignment must not be another kernel to compile.
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+)
 def _prefill_attention_kernel(
     qkv_ptr,
     qkv_stride,
