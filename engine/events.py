@@ -175,8 +175,8 @@ class DraftVerified(Event):
 @dataclass(frozen=True, slots=True)
 class VerificationBudgeted(Event):
     """The host decided that a step verifies `budget` of the drafts of its `num_reqs` requests, who have up to
-    `num_drafts`; `expected_tokens` is what it expects of the step, None while no confidences have arrived. The step
-    runs `num_tokens` tokens besides the drafts: one of each request, and a captured step's padding."""
+    `num_drafts`; `expected_tokens` is what it expects of them, None while no confidences have arrived. The step runs
+    `num_tokens` tokens besides the drafts: one of each request, and prompts or a captured step's padding."""
 
     num_reqs: int
     num_drafts: int

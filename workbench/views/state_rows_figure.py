@@ -47,7 +47,7 @@ def _head(key: str, where: str, tip: str) -> Markup:
     )
     return h(
         "th",
-        h("div", name, style="max-width:62px;line-height:13px"),
+        h("div", name, style="max-width:62px;margin-left:auto;line-height:13px"),
         where_line,
         title=tip,
         style=f"{style};font-weight:400;font:10px system-ui,sans-serif;color:#555",
