@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -338,8 +339,10 @@ def test_bench_reports_every_side(
         return Workload("one", (Ask(ids[:8], 6),)), Workload("two", (Ask(ids[:5], 3), Ask(ids[2:12], 8)))
 
     monkeypatch.setattr("engine.bench.compare.workloads", short)
-    code, out, err = run(capsys, "bench", "--json", "--dtype", "float32")
+    threads = torch.get_num_threads()
+    code, out, err = run(capsys, "bench", "--json", "--dtype", "float32", "--threads", str(threads + 1))
     assert code == 0, err
+    assert torch.get_num_threads() == threads
     report = json.loads(out)
     assert report["about"]["dtype"] == "float32"
     assert {"device", "commit", "torch", "transformers", "dtype"} <= set(report["about"])

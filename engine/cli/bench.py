@@ -42,13 +42,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and prints. The standard workloads where they are asked for, or where there is a GPU for them."""
     import torch
 
-    from engine import EngineConfig
-
     if arguments.repeats < 3:
         raise UserError(f"--repeats {arguments.repeats}: a median needs at least 3")
     if arguments.threads < 1:
         raise UserError(f"--threads {arguments.threads}: at least 1")
+    before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
+    try:
+        return _measure(arguments)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from engine import EngineConfig
+
     asked = bench_suite.given(arguments)
     if not arguments.speculation:
         _only_without_speculation(arguments)
