@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import tokenizers
+import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 import runnerscope
