@@ -33,6 +33,8 @@ BLOCK_SIZE = 16
 CONFIG = Path(__file__).parents[1] / "models" / "configs" / "qwen3-0.6b.json"
 BATCHES = {"B1": (1, 384), "B8": (8, 384), "A": (256, 256)}
 """Name -> (requests, tokens of context of each)."""
+VERIFIED = (2, 8)
+"""Tokens of a request with drafts."""
 PREFILLS = ((64, 128), (8, 1024), (1, 8192))
 """(prompts, tokens of each)."""
 
@@ -69,32 +71,34 @@ class Bench:
         self.read = measure_ceilings(device).limit
         self.lines: list[Line] = []
 
-    def metadata(self, requests: int, context: int) -> AttentionMetadata:
-        """A batch of decodes whose blocks are scattered over the cache."""
-        blocks = -(-context // BLOCK_SIZE)
+    def metadata(self, requests: int, context: int, queries: int = 1) -> AttentionMetadata:
+        """A batch of which each request has its last `queries` of `context` tokens to compute; its blocks are scattered
+        over the cache."""
+        blocks, tokens = -(-context // BLOCK_SIZE), requests * queries
         ids = np.random.default_rng(0).permutation(self.cache.shape[2] - 1)[: requests * blocks] + 1
         table = ids.reshape(requests, blocks).astype(np.int32)
-        slots = table[:, -1].astype(np.int64) * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+        new = np.arange(context - queries, context)
+        slots = table[:, new // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + new % BLOCK_SIZE
         seq_lens = np.full(requests, context, dtype=np.int32)
-        starts = np.arange(requests + 1, dtype=np.int32)
+        starts = np.arange(requests + 1, dtype=np.int32) * np.int32(queries)
 
         def to_device(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self.device)
 
         return AttentionMetadata(
             num_reqs=requests,
-            num_tokens=requests,
-            num_tokens_padded=requests,
+            num_tokens=tokens,
+            num_tokens_padded=tokens,
             query_start_loc=to_device(starts),
             query_start_loc_np=starts,
             seq_lens=to_device(seq_lens),
             seq_lens_np=seq_lens,
             block_table=to_device(table),
-            slot_mapping=to_device(slots),
+            slot_mapping=to_device(slots.ravel()),
             block_size=BLOCK_SIZE,
-            max_query_len=1,
+            max_query_len=queries,
             max_seq_len=context,
-            num_decodes=requests,
+            num_decodes=requests if queries == 1 else 0,
         )
 
     def time(self, batch: str, name: str, fn: Callable[[], object], moved: int, launches: int) -> float:
@@ -142,20 +146,28 @@ def graph_microseconds(fn: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def bench_attention(bench: Bench, batch: str) -> None:
-    """Decode attention with norm, RoPE and KV store."""
-    requests, context = BATCHES[batch]
-    config = bench.config
-    qkv = bench.random(requests, bench.qkv_size)
-    rotation = bench.rotation(torch.full((requests,), context - 1, device=bench.device))
-    plan = bench.attention.prepare(bench.metadata(requests, context), bench.cache)
+def attention_run(bench: Bench, requests: int, context: int, queries: int) -> Callable[[], None]:
+    """Norm, RoPE, KV store and attention of every layer."""
+    qkv = bench.random(requests * queries, bench.qkv_size)
+    positions = torch.arange(context - queries, context, device=bench.device).repeat(requests)
+    rotation = bench.rotation(positions)
+    plan = bench.attention.prepare(bench.metadata(requests, context, queries), bench.cache)
 
     def run() -> None:
         for cache in bench.cache.unbind(0):
             bench.attention.forward(plan, qkv, cache, rotation)
 
+    return run
+
+
+def bench_attention(bench: Bench, batch: str) -> None:
+    """Attention of decodes, and of decodes with drafts."""
+    requests, context = BATCHES[batch]
+    config = bench.config
     kv = 2 * requests * context * config.num_key_value_heads * config.head_dim * 2
-    bench.time(batch, "decode attention", run, kv, config.num_hidden_layers)
+    for queries in (1, *VERIFIED):
+        name = "decode attention" if queries == 1 else f"verify attention, {queries} tokens"
+        bench.time(batch, name, attention_run(bench, requests, context, queries), kv, config.num_hidden_layers)
 
 
 def bench_projections(bench: Bench, batch: str) -> None:
@@ -215,20 +227,7 @@ def bench_elementwise(bench: Bench, batch: str) -> None:
 
 def bench_prefill(bench: Bench, requests: int, tokens: int) -> None:
     """Norm, RoPE and store, and attention of prompts of equal length; prints TFLOP/s, as reading is no limit."""
-    config, metadata = bench.config, bench.metadata(requests, tokens)
-    metadata.num_decodes, metadata.num_tokens = 0, requests * tokens
-    metadata.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=bench.device) * tokens
-    positions = torch.arange(tokens, device=bench.device).repeat(requests)
-    blocks = metadata.block_table.long().repeat_interleave(tokens, 0).gather(1, (positions // BLOCK_SIZE).view(-1, 1))
-    metadata.slot_mapping = blocks.view(-1) * BLOCK_SIZE + positions % BLOCK_SIZE
-    rotation = bench.rotation(positions)
-    plan = bench.attention.prepare(metadata, bench.cache)
-    qkv = bench.random(requests * tokens, bench.qkv_size)
-
-    def run() -> None:
-        for cache in bench.cache.unbind(0):
-            bench.attention.forward(plan, qkv, cache, rotation)
-
+    config, run = bench.config, attention_run(bench, requests, tokens, tokens)
     micros = graph_microseconds(run) / config.num_hidden_layers
     flops = 2 * requests * tokens * tokens * config.num_attention_heads * config.head_dim
     print(f"prefill of {requests} x {tokens}: {micros:.1f} us a layer, {flops / micros / 1e6:.0f} TFLOP/s", flush=True)
