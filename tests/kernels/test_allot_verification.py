@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from kernels.allot_verification import allot_verification
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 FORMS = ("loop", "torch", "interpret")
 
 

@@ -15,6 +15,8 @@ from kernels import (
     post_update,
 )
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 FORMS = ("torch", "loop", "interpret")
 ROWS, LENGTH = 9, 12
 

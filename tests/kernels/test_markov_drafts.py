@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kernels.markov_drafts import ConfidenceHead, MarkovHead, markov_drafts
 from kernels.markov_logits import KeptLogits, markov_logits
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 KINDS = ("vanilla", "gated", "rnn")
 FAST_FORMS = ("torch", "interpret")
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, MarkovHead, ConfidenceHead | None]

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kernels import PAD_SLOT_ID, LogitsRows, RequestRows, StepIndex, StepInputs, prepare_step
 from tests.kernels.batches import on, random_batch, run_step
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 FORMS = ("torch", "interpret")
 
 

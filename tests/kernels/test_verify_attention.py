@@ -12,6 +12,8 @@ from kernels.paged_attention import MAX_COUNTERS
 from tests.kernels.attention_batches import AttentionBatch, attention_batch, same_where_finite
 from tests.kernels.test_paged_attention import SHAPES, decode, prefill
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 REQUESTS = [(0, 3), (7, 1), (75, 4), (290, 2), (40, 4)]
 
 
