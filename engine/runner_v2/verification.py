@@ -111,8 +111,8 @@ class Verification:
         return self._choose(num_reqs, num_reqs_padded, budgets)
 
     def budget_beside_prompts(self, num_reqs: int, num_tokens: int) -> int:
-        """How many drafts each of `num_reqs` requests, 1 or more, has verified in a step of `num_tokens` tokens besides,
-        of prompts too. All have as many, so that the step's index is the host's."""
+        """How many drafts each of `num_reqs` > 0 requests has verified in a step of `num_tokens` tokens besides, of
+        prompts too. All have as many, so that the step's index is the host's."""
         self._round += 1
         budgets = tuple(num_reqs * drafts for drafts in range(self._num_drafts + 1))
         return self._choose(num_reqs, num_tokens, budgets) // num_reqs
