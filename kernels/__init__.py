@@ -16,6 +16,7 @@ Symbols of the shape comments:
 
 from kernels.bad_words import BadWordsTables, apply_bad_words
 from kernels.bincount import bincount
+from kernels.block_attention import block_attention
 from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_mapping
 from kernels.dispatch import FORMS, resolve_form
 from kernels.finish_step import OutputPlaces, SampledStep, StateRows, finish_step
@@ -45,12 +46,11 @@ from kernels.store_kv import store_kv
 from kernels.temperature import apply_temperature
 from kernels.top_k_top_p import mask_top_k_top_p, sample_top_k_top_p
 from kernels.topk_logprobs import topk_logprobs
-from kernels.verify_attention import MAX_QUERIES, verify_attention
+from kernels.verify_attention import verify_attention
 
 __all__ = [
     "FORMS",
     "MAX_COUNTERS",
-    "MAX_QUERIES",
     "PAD_SLOT_ID",
     "BadWordsTables",
     "DraftedBatch",
@@ -78,6 +78,7 @@ __all__ = [
     "apply_temperature",
     "apply_write",
     "bincount",
+    "block_attention",
     "combine_sampled_and_draft_tokens",
     "compute_slot_mappings",
     "decode_attention",

@@ -1,8 +1,9 @@
 """The Triton kernels of small_linear.
 
-At 1 to 16 rows a projection does nothing but read its weights, so what counts is how early those reads start and how
+With a few rows a projection does nothing but read its weights, so what counts is how early those reads start and how
 few launches stand between them. A program owns a few output columns and the whole depth: it issues all its weight reads
-before it waits for the kernel in front of it, and only then reads the activations.
+before it waits for the kernel in front of it, and only then reads the activations. More rows than one instruction takes
+are further programs, which find the weights in the cache.
 """
 
 from kernels.triton_support import tl, triton
@@ -138,7 +139,7 @@ def few_rows_kernel(
     NUM_CHUNKS: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr,
 ):
-    """x [2..16, K] by matrix instructions."""
+    """BLOCK_M rows of x [t, K] by matrix instructions; the grid is (blocks of columns, blocks of rows)."""
     SLICES: tl.constexpr = BLOCK_K // 32
     # Line i of a tile is depth slice i // 8 % SLICES of column (or row) i // (8 * SLICES) * 8 + i % 8: a warp reads
     # eight lines by four threads, which is the shape of its operands.
@@ -159,7 +160,7 @@ def few_rows_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     line = tl.arange(0, BLOCK_M * SLICES)
-    row = (line // (8 * SLICES) * 8 + line % 8)[:, None]
+    row = (tl.program_id(1) * BLOCK_M + line // (8 * SLICES) * 8 + line % 8)[:, None]
     k = (line // 8 % SLICES * 32)[:, None] + tl.arange(0, 32)[None, :]
     TOP: tl.constexpr = BLOCK_N if COLUMNS_FIRST else BLOCK_M
     SIDE: tl.constexpr = BLOCK_M if COLUMNS_FIRST else BLOCK_N
@@ -189,7 +190,7 @@ def few_rows_kernel(
         y *= scale
     if GATED:
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(up_acc, axis=0) * scale)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = row[None, :] if COLUMNS_FIRST else row[:, None]
     column = column[:, None] if COLUMNS_FIRST else column[None, :]

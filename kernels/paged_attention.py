@@ -1,7 +1,4 @@
-"""Decode attention over the paged KV cache: one query token a request, fused with its norm, RoPE and KV store.
-
-Or a block of queries a request that all see the same keys, all of them stored: a decode with as many more heads.
-"""
+"""Decode attention over the paged KV cache: one query token a request, fused with its norm, RoPE and KV store."""
 
 import torch
 
@@ -19,7 +16,7 @@ LOG2_E = 1.4426950408889634
 
 
 def decode_attention(
-    # [t, (Hq + 2 Hk) * D]; row i is the one token of request i, or rows i * Q to (i + 1) * Q its Q queries
+    # [t, (Hq + 2 Hk) * D]; row i is the one token of request i
     qkv: torch.Tensor,
     # [2 (K, V), num_blocks, block_size, Hk, D], changed in place
     kv_cache: torch.Tensor,
@@ -32,7 +29,6 @@ def decode_attention(
     rotation: HeadRotation | None = None,
     *,
     max_seq_len: int,
-    num_queries: int = 1,
     # i32 [MAX_COUNTERS], all zero, and again zero when the kernel has ended
     counters: torch.Tensor | None = None,
     # [t, Hq * D]
@@ -45,10 +41,9 @@ def decode_attention(
     Rows without a request, those past r and those of seq_len 0, give zeros and touch no cache. qkv may be changed.
     `max_seq_len` is an upper bound of seq_lens that only the torch form needs. With `start_early` the launch may start
     before kernels in front of it have ended (see `can_launch_early`): of what is read here they may write qkv alone.
-    With `num_queries` Q > 1 each of a request's queries attends to all its seq_lens tokens; their keys are stored.
 
     Raises:
-        ValueError: a wrong dtype, shape or form, or several queries whose keys are not stored yet.
+        ValueError: a wrong dtype, shape or form, or a rotation without a slot_mapping.
     """
     num_heads, head_dim = check_qkv(qkv, kv_cache)
     num_rows = qkv.shape[0]
@@ -56,16 +51,11 @@ def decode_attention(
     check_tensors(torch.int32, 1, seq_lens=seq_lens)
     if slot_mapping is not None:
         check_tensors(torch.int64, 1, num_rows, slot_mapping=slot_mapping)
-    if (slot_mapping is None and rotation is not None) or (slot_mapping is not None and num_queries > 1):
-        raise ValueError(
-            f"num_queries={num_queries} with a slot_mapping, or a rotation without: call store_kv first, which rotates "
-            "and stores, and pass neither"
-        )
-    if num_rows % num_queries:
-        raise ValueError(f"qkv must have num_queries={num_queries} rows a request, got {num_rows} rows")
+    elif rotation is not None:
+        raise ValueError("a rotation without a slot_mapping: call store_kv first, which rotates and stores")
     if rotation is not None:
         rotation.check(num_rows, head_dim)
-    num_reqs = min(num_rows // num_queries, block_table.shape[0], seq_lens.shape[0])
+    num_reqs = min(num_rows, block_table.shape[0], seq_lens.shape[0])
     if out is None:
         out = qkv.new_empty(num_rows, num_heads * head_dim)
     elif out.shape != (num_rows, num_heads * head_dim) or not out.is_contiguous():
@@ -74,40 +64,19 @@ def decode_attention(
     if form in ("torch", "loop"):
         if slot_mapping is not None:
             store_kv(qkv, kv_cache, slot_mapping, rotation, form=form)
-        q = qkv[:, : num_heads * head_dim].view(-1, num_queries, num_heads, head_dim)
+        q = qkv[:num_reqs, : num_heads * head_dim].view(num_reqs, num_heads, head_dim)
         out.zero_()
         if form == "torch":
-            _torch(q[:num_reqs], kv_cache, block_table[:num_reqs], seq_lens[:num_reqs], max_seq_len, out)
+            out[:num_reqs] = attend_torch(q, kv_cache, block_table[:num_reqs], seq_lens[:num_reqs], max_seq_len)
         else:
             for i in range(num_reqs):
-                for j in range(num_queries):
-                    if int(seq_lens[i]) > 0:
-                        attended = attend_loop(q[i, j], kv_cache, block_table[i], int(seq_lens[i]))
-                        out[i * num_queries + j] = attended.flatten()
+                if int(seq_lens[i]) > 0:
+                    out[i] = attend_loop(q[i], kv_cache, block_table[i], int(seq_lens[i])).flatten()
         return out
     _launch(
-        qkv, kv_cache, block_table, seq_lens, slot_mapping, rotation, num_reqs, num_queries, counters, out, form,
-        start_early,
-    )  # fmt: skip
+        qkv, kv_cache, block_table, seq_lens, slot_mapping, rotation, num_reqs, counters, out, form, start_early
+    )
     return out
-
-
-def _torch(
-    # [r, Q, Hq, D]
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    # [>= r * Q, Hq * D]
-    out: torch.Tensor,
-) -> None:
-    (r, num_queries, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[3]
-    # All queries of a request that share a KV head side by side, so that its keys are gathered once.
-    heads = q.view(r, num_queries, num_kv_heads, -1, head_dim).transpose(1, 2).reshape(r, -1, head_dim)
-    attended = attend_torch(heads, kv_cache, block_table, seq_lens, max_seq_len)
-    by_query = attended.view(r, num_kv_heads, num_queries, -1).transpose(1, 2)
-    out[: r * num_queries] = by_query.reshape(r * num_queries, num_heads * head_dim)
 
 
 def _launch(
@@ -118,14 +87,13 @@ def _launch(
     slot_mapping: torch.Tensor | None,
     rotation: HeadRotation | None,
     num_reqs: int,
-    num_queries: int,
     counters: torch.Tensor | None,
     out: torch.Tensor,
     form: str,
     start_early: bool,
 ) -> None:
-    num_rows, (block_size, num_kv_heads, head_dim) = qkv.shape[0] // num_queries, kv_cache.shape[2:]
-    group = num_queries * (qkv.shape[1] // head_dim // num_kv_heads - 2)
+    num_rows, (block_size, num_kv_heads, head_dim) = qkv.shape[0], kv_cache.shape[2:]
+    group = qkv.shape[1] // head_dim // num_kv_heads - 2
     group_pad = 1 << (group - 1).bit_length()
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     splits = num_splits(num_rows, num_kv_heads)
@@ -166,7 +134,6 @@ def _launch(
         pdl=early,
         PDL=early,
         UPCAST=form == "interpret",
-        QUERIES=num_queries,
         GROUP=group,
         GROUP_PAD=group_pad,
         NUM_KV_HEADS=num_kv_heads,

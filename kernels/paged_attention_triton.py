@@ -32,7 +32,6 @@ def decode_attention_kernel(
     num_reqs,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
-    QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -43,9 +42,8 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """See the head of this file; the grid is (Hk * SPLITS, requests). GROUP counts the heads of all QUERIES."""
-    PER_QUERY: tl.constexpr = GROUP // QUERIES
-    NUM_HEADS: tl.constexpr = PER_QUERY * NUM_KV_HEADS
+    """See the head of this file; the grid is (Hk * SPLITS, requests)."""
+    NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     STORED: tl.constexpr = kv_cache_ptr.dtype.element_ty
     MULTIPLIED: tl.constexpr = tl.float32 if UPCAST else STORED
@@ -82,17 +80,16 @@ def decode_attention_kernel(
         tl.extra.cuda.gdc_wait()
     is_head = g[:, None] < GROUP
     inside_out = is_head & d_inside[None, :]
-    out_ptr += (row * QUERIES * NUM_HEADS + kv_head * PER_QUERY) * HEAD_DIM
-    out = _head_offset(g, NUM_HEADS * HEAD_DIM, QUERIES, PER_QUERY, HEAD_DIM)[:, None] + d[None, :]
+    out_ptr += (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
+    out = g[:, None] * HEAD_DIM + d[None, :]
     if seq_len <= 0:
         if split == 0:
             tl.store(out_ptr + out, tl.zeros([BLOCK_M, BLOCK_D], STORED), mask=inside_out)
         return
     if (split > 0) & (begin >= end):
         return
-    qkv_ptr += row * QUERIES * qkv_stride
-    q_ptr = qkv_ptr + kv_head * PER_QUERY * HEAD_DIM
-    q_ptr += _head_offset(g, qkv_stride, QUERIES, PER_QUERY, HEAD_DIM)[:, None]
+    qkv_ptr += row * qkv_stride
+    q_ptr = qkv_ptr + (kv_head * GROUP + g[:, None]) * HEAD_DIM
     q = rotate_block(q_ptr, is_head, d, d_inside, q_own, q_cross, q_norm_ptr, table_ptr, eps, HEAD_DIM)
     q = q.to(STORED).to(MULTIPLIED)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -145,17 +142,7 @@ def decode_attention_kernel(
             y = combine_parts(partial_ptr, statistics_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS)
             h = tl.arange(0, GROUP_PAD)
             y_inside = (h < GROUP)[:, None] & d_inside[None, :]
-            y_out = _head_offset(h, NUM_HEADS * HEAD_DIM, QUERIES, PER_QUERY, HEAD_DIM)[:, None] + d[None, :]
-            tl.store(out_ptr + y_out, y.to(STORED), mask=y_inside)
-
-
-@triton.jit
-def _head_offset(g, row_stride, QUERIES: tl.constexpr, PER_QUERY: tl.constexpr, HEAD_DIM: tl.constexpr):
-    # Where head g of a group lies behind the group's first one; rows of row_stride belong to its queries.
-    if QUERIES == 1:
-        return g * HEAD_DIM
-    else:
-        return g // PER_QUERY * row_stride + g % PER_QUERY * HEAD_DIM
+            tl.store(out_ptr + h[:, None] * HEAD_DIM + d[None, :], y.to(STORED), mask=y_inside)
 
 
 @triton.jit

@@ -16,9 +16,11 @@ from kernels.token_rows import token_rows
 from kernels.triton_support import can_launch_early, launch
 from kernels.verify_attention_triton import verify_attention_kernel
 
-MAX_QUERIES = 16
+MAX_QUERIES = 64
 _COMBINED = 8192
 """Elements that the program which combines the parts of a context holds at once: 128 a thread of two warps."""
+_MAX_ROWS = 128
+"""Heads of queries that one program serves."""
 
 
 def verify_attention(
@@ -53,7 +55,7 @@ def verify_attention(
     Raises:
         ValueError: a wrong dtype, shape or form, or more queries than MAX_QUERIES.
     """
-    num_heads, head_dim = check_qkv(qkv, kv_cache)
+    _, head_dim = check_qkv(qkv, kv_cache)
     num_rows, num_reqs = qkv.shape[0], seq_lens.shape[0]
     check_tensors(torch.int32, 1, 1, seq_lens=seq_lens)
     check_tensors(torch.int32, 2, num_reqs, block_table=block_table)
@@ -68,7 +70,30 @@ def verify_attention(
         store_kv(qkv, kv_cache, slot_mapping, rotation, form=form)
         rows, seen = token_rows(query_start_loc, seq_lens, block_table, num_rows, form=form)
         return decode_attention(qkv, kv_cache, rows, seen, None, max_seq_len=max_seq_len, form=form)
-    num_kv_heads = kv_cache.shape[3]
+    return launch_verification(
+        qkv, kv_cache, block_table, seq_lens, query_start_loc, slot_mapping, rotation, max_query_len, counters,
+        start_early, form,
+    )  # fmt: skip
+
+
+def launch_verification(
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    rotation: HeadRotation | None,
+    max_query_len: int,
+    counters: torch.Tensor | None,
+    start_early: bool,
+    form: str,
+) -> torch.Tensor:
+    """The kernel over checked arguments. Without `query_start_loc` each request has max_query_len queries that are a
+    block: see `block_attention`."""
+    num_rows, num_reqs = qkv.shape[0], seq_lens.shape[0]
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     per_query = num_heads // num_kv_heads
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     tiles = _tiles(num_reqs, num_kv_heads, per_query, max_query_len, block_d)
@@ -111,6 +136,7 @@ def verify_attention(
         pdl=early,
         PDL=early,
         UPCAST=form == "interpret",
+        EACH=max_query_len if query_start_loc is None else 0,
         QUERIES=tiles.queries,
         GROUPS=tiles.groups,
         PER_QUERY=per_query,
@@ -120,18 +146,21 @@ def verify_attention(
         BLOCK_SIZE=kv_cache.shape[2],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_Q=MAX_QUERIES,
+        BLOCK_Q=max(16, 1 << (max_query_len - 1).bit_length()),
         SPLITS=tiles.splits,
+        OWN_PART=int(tiles.has_own_part),
     )
     return out
 
 
 class _Tiles(NamedTuple):
-    """A request's queries are shared by `groups` programs, its context by `splits`; `block_n` tokens a read."""
+    """A request's queries are shared by `groups` programs, its context by `splits`, of which the first may have nothing
+    but this step's tokens; `block_n` tokens a read."""
 
     queries: int
     groups: int
     splits: int
+    has_own_part: bool
     block_m: int
     block_n: int
     num_warps: int
@@ -146,17 +175,17 @@ def _tiles(num_reqs: int, num_kv_heads: int, per_query: int, max_query_len: int,
     """
     # A power of two, so that there are few kernels.
     queries = 1 << (max_query_len - 1).bit_length()
-    splits = num_splits(num_reqs, num_kv_heads)
-    if num_reqs <= FEW_ROWS:
-        own = min(max(16 // per_query, 1), queries)
-        block_m = max(16, 1 << (own * per_query - 1).bit_length())
-        splits = max(1, min(splits, _COMBINED // (block_m * block_d)))
-        return _Tiles(own, -(-queries // own), splits, block_m, 64, 2, 2)
-    block_m = max(16, 1 << (queries * per_query - 1).bit_length())
+    own = min(max((16 if num_reqs <= FEW_ROWS else _MAX_ROWS) // per_query, 1), queries)
+    groups = -(-queries // own)
+    block_m = max(16, 1 << (own * per_query - 1).bit_length())
     size = block_m * block_d
+    splits = num_splits(num_reqs, num_kv_heads) if num_reqs * groups * num_kv_heads <= MAX_COUNTERS else 1
+    if num_reqs <= FEW_ROWS:
+        splits = max(1, min(splits, _COMBINED // size))
+        return _Tiles(own, groups, splits, splits > 2, block_m, 64, 2, 2)
     if size <= 1024:
-        return _Tiles(queries, 1, max(1, min(splits // 2, _COMBINED // 2 // size)), block_m, 32, 1, 3)
+        return _Tiles(own, groups, max(1, min(splits // 2, _COMBINED // 2 // size)), False, block_m, 32, 1, 3)
     splits = max(1, min(splits // 4, _COMBINED // size))
     if size <= 2048 and splits == 1:
-        return _Tiles(queries, 1, 1, block_m, 32, 1, 3)
-    return _Tiles(queries, 1, splits, block_m, 64, 4, 2)
+        return _Tiles(own, groups, 1, False, block_m, 32, 1, 3)
+    return _Tiles(own, groups, splits, False, block_m, 64, 4, 2)

@@ -1,8 +1,4 @@
-"""Attention of draft blocks over the paged cache: every query of a block sees the whole block, and all before it.
-
-All queries of a block see the same keys. So a block is one decode with Q times as many query heads a KV head, and the
-decode kernel serves it: keys are read once a block, and its splits, its captured launch and its other forms come along.
-"""
+"""Attention of draft blocks over the paged cache: every query of a block sees the whole block, and all before it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import MAX_COUNTERS, HeadRotation, decode_attention, store_kv
+from kernels import MAX_COUNTERS, HeadRotation, block_attention, max_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +43,7 @@ class BlockAttention:
         Returns:
             [r * Q, Hq * D].
         """
-        store_kv(qkv, kv_cache, plan.slot_mapping, rotation, form=self.form)
-        num_queries = qkv.shape[0] // max(plan.seq_lens.shape[0], 1)
-        return decode_attention(
-            qkv, kv_cache, plan.block_table, plan.seq_lens, None, max_seq_len=plan.max_seq_len,
-            num_queries=max(num_queries, 1), counters=self._counters, form=self.form,
+        return block_attention(
+            qkv, kv_cache, plan.block_table, plan.seq_lens, plan.slot_mapping, rotation, max_seq_len=plan.max_seq_len,
+            counters=self._counters, start_early=qkv.shape[0] <= max_rows(qkv), form=self.form,
         )  # fmt: skip

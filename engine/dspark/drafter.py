@@ -95,7 +95,7 @@ class DSparkDrafter:
             kv_cache: the draft's, changed in place.
         """
         fc, norm, to_kv = self.fc, self.hidden_norm, self._context_kv
-        if self._fused and hidden.shape[0] <= max_rows(hidden):
+        if self._fused and hidden.shape[0] <= max_rows(hidden, self.config.model.hidden_size):
             assert fc.weight is not None and to_kv.weight is not None
             x = small_linear(hidden, fc.weight, form=self.form)
             kv = small_linear(x, to_kv.weight, norm_weight=norm.weight, eps=norm.eps, bias=to_kv.bias, form=self.form)

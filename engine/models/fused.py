@@ -94,7 +94,7 @@ def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
 
 def head_logits(weight: Tensor, hidden: Tensor, form: str) -> Tensor:
     """Logits f32 [l, V] of hidden states [l, hidden] by an output head's weight [V, hidden]."""
-    if hidden.shape[0] <= max_rows(hidden):
+    if hidden.shape[0] <= max_rows(hidden, weight.shape[0]):
         return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -8,7 +8,8 @@ import torch
 import kernels
 from kernels.head_rotation import HeadRotation
 from tests.kernels.attention_batches import AttentionBatch, attention_batch
-from tests.kernels.test_paged_attention import block, decode, prefill
+from tests.kernels.test_block_attention import block, cut_short, padded
+from tests.kernels.test_paged_attention import decode, prefill
 from tests.kernels.test_verify_attention import verify
 
 pytestmark = pytest.mark.gpu
@@ -54,10 +55,13 @@ def test_decode(shape: str, num_reqs: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_of_queries(shape: str, num_reqs: int, dtype: torch.dtype) -> None:
     lengths = torch.randint(0, 700, (num_reqs,), generator=torch.Generator().manual_seed(num_reqs)).tolist()
-    batch = attention_batch([(n, 7) for n in lengths], dtype=dtype, device="cuda", **SHAPES[shape])
-    got = block(batch, "triton", 7)
-    assert error(got, block(in_float32(batch), "torch", 7)) < LIMITS[dtype]
-    assert torch.equal(block(batch, "triton", 7), got)
+    batch = padded([(n, 7) for n in lengths], dtype=dtype, device="cuda", **SHAPES[shape])
+    cut_short(batch, 0, stored=num_reqs % 7)
+    (got, cache), (expected, expected_cache) = block(batch, "triton"), block(in_float32(batch), "torch")
+    assert error(got, expected) < LIMITS[dtype] and error(cache, expected_cache) < LIMITS[dtype]
+    assert not got[-7:].any()
+    for i in range(20):
+        assert torch.equal(block(batch, "triton", start_early=i % 2 == 0)[0], got), "the same bits every time"
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -71,15 +75,15 @@ def test_prefill_chunks_and_decodes(shape: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 33, 64])
 @pytest.mark.parametrize(("depth", "columns"), [(1024, 4096), (3072, 1024), (576, 960), (1536, 576)])
 def test_small_linear(depth: int, columns: int, num_rows: int, dtype: torch.dtype) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=dtype)
 
     x, weight = random(num_rows, depth), random(2 * columns, depth) / depth**0.5
-    if num_rows > kernels.max_rows(x):
-        with pytest.raises(ValueError, match=r"take at most 1 row\(s\) of torch.float32 on cuda"):
+    if num_rows > 1 and dtype == torch.float32:
+        with pytest.raises(ValueError, match="take one row of float32 on a GPU, got"):
             kernels.small_linear(x, weight, form="triton")
         return
     norm, residual, bias = random(depth).abs(), random(num_rows, columns), random(columns)

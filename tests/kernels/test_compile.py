@@ -138,7 +138,6 @@ KERNELS = [
             **QWEN3,
             **TILES,
             "PDL": True,
-            "QUERIES": 1,
             "GROUP": 2,
             "GROUP_PAD": 2,
             "BLOCK_M": 16,
@@ -154,7 +153,6 @@ KERNELS = [
             **QWEN3,
             **TILES,
             "PDL": False,
-            "QUERIES": 1,
             "GROUP": 3,
             "GROUP_PAD": 4,
             "BLOCK_M": 16,
@@ -168,11 +166,12 @@ KERNELS = [
         (
             "verify_attention_triton",
             "verify_attention_kernel",
-            (BF16, "i32", BF16, "i64", I32, "i32", I32, I32, I64, *ROTATION, "fp32", BF16, *parts, "i32", "i32"),
+            (BF16, "i32", BF16, "i64", I32, "i32", I32, *starts, I64, *ROTATION, "fp32", BF16, *parts, "i32", "i32"),
             {
                 **QWEN3,
                 **TILES,
                 "PDL": True,
+                "EACH": 0 if starts else 8,
                 "QUERIES": 8 // groups,
                 "GROUPS": groups,
                 "PER_QUERY": 2,
@@ -180,10 +179,13 @@ KERNELS = [
                 "BLOCK_N": 32,
                 "BLOCK_Q": 16,
                 "SPLITS": splits,
+                "OWN_PART": int(splits > 2),
                 **dict.fromkeys(() if parts else ("partial_ptr", "statistics_ptr", "counters_ptr")),
+                **dict.fromkeys(() if starts else ("query_start_loc_ptr",)),
             },
         )
         for groups, splits, parts in ((1, 1, ()), (2, 8, (F32, F32, I32)))
+        for starts in ((I32,), ())
     ],
     (
         "prefill_attention",

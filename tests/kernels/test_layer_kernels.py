@@ -36,7 +36,7 @@ def test_silu_mul(form: str) -> None:
     assert torch.isfinite(got).all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 35])
 @pytest.mark.parametrize("form", FAST_FORMS)
 @pytest.mark.parametrize(
     "options",
@@ -69,7 +69,7 @@ def test_small_linear(form: str, num_rows: int, options: dict[str, bool]) -> Non
 
 
 @pytest.mark.parametrize("form", ["loop", "torch", "interpret"])
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 5, 21])
 def test_small_linear_writes_its_result_twice(num_rows: int, form: str) -> None:
     x, weight, places = random(num_rows, 40), random(11, 40, seed=1), torch.full((num_rows, 30), -7.0)
     residual = random(num_rows, 11, seed=2)
@@ -78,6 +78,11 @@ def test_small_linear_writes_its_result_twice(num_rows: int, form: str) -> None:
     assert (places[:, :3] == -7).all() and (places[:, 14:] == -7).all()
     with pytest.raises(ValueError, match=rf"copy must be \[{num_rows}, 11\]"):
         kernels.small_linear(x, weight, copy=places, form=form)
+
+
+def test_rows_up_to_which_a_model_is_faster_with_it() -> None:
+    assert [kernels.max_rows(random(1, width)) for width in (576, 1024)] == [64, 16]
+    assert kernels.max_rows(random(1, 576), width=49152) == 16
 
 
 def test_strided_rows_are_read_by_their_stride() -> None:
@@ -92,8 +97,6 @@ def test_wrong_arguments_are_named() -> None:
         kernels.small_linear(random(2, 32), random(8, 16))
     with pytest.raises(ValueError, match="a gated projection has no bias"):
         kernels.small_linear(random(2, 32), random(8, 32), bias=random(4), gated=True)
-    with pytest.raises(ValueError, match=r"take at most 16 row\(s\) of torch.float32 on cpu, got 17: use form='torch'"):
-        kernels.small_linear(random(17, 32), random(8, 32), form="interpret")
     with pytest.raises(ValueError, match="even number of columns"):
         kernels.silu_mul(random(2, 7))
     with pytest.raises(ValueError, match="branch must have the residual's shape"):

@@ -80,48 +80,12 @@ def test_decode(form: str, shape: str, splits: int) -> None:
     assert not got[4:].any() and torch.isfinite(got).all()
 
 
-def block(batch: AttentionBatch, form: str, num_queries: int) -> torch.Tensor:
-    """Every query of a request over all its tokens, with NaN for what of qkv must not be read again."""
-    batch = batch.clone()
-    kernels.store_kv(batch.qkv, batch.kv_cache, batch.slot_mapping, batch.rotation, form=form)
-    batch.qkv[:, -2 * batch.kv_cache.shape[3] * batch.kv_cache.shape[4] :] = torch.nan
-    return kernels.decode_attention(
-        batch.qkv,
-        batch.kv_cache,
-        batch.block_table,
-        batch.seq_lens,
-        None,
-        max_seq_len=int(batch.seq_lens.max()),
-        num_queries=num_queries,
-        form=form,
-    )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", FAST_FORMS)
-def test_queries_that_see_the_same_keys(form: str, shape: str, splits: int) -> None:
-    """A block of nothing but itself, some behind contexts, one cut short by padding's length 0."""
-    batch = attention_batch([(0, 3), (7, 3), (75, 3), (290, 3)], pad=3, **SHAPES[shape])
-    expected, got = block(batch, "loop", 3), block(batch, form, 3)
-    same_where_finite(got, expected)
-    assert not got[12:].any() and torch.isfinite(got).all()
-    last = batch.clone()
-    kernels.store_kv(last.qkv, last.kv_cache, last.slot_mapping, last.rotation, form="loop")
-    one = kernels.decode_attention(
-        last.qkv[5:6], last.kv_cache, last.block_table[1:], last.seq_lens[1:], None, max_seq_len=10, form=form
-    )
-    same_where_finite(one[0], got[5])  # its last query alone
-
-
-def test_blocks_are_stored_before() -> None:
-    batch = attention_batch([(7, 3)])
-    args = (batch.qkv, batch.kv_cache, batch.block_table, batch.seq_lens)
-    with pytest.raises(ValueError, match="num_queries=3 with a slot_mapping.*call store_kv first"):
-        kernels.decode_attention(*args, batch.slot_mapping, max_seq_len=10, num_queries=3)
-    with pytest.raises(ValueError, match="a rotation without: call store_kv first"):
-        kernels.decode_attention(*args, None, batch.rotation, max_seq_len=10)
-    with pytest.raises(ValueError, match="num_queries=2 rows a request, got 3 rows"):
-        kernels.decode_attention(*args, None, max_seq_len=10, num_queries=2)
+def test_what_is_rotated_is_stored() -> None:
+    batch = attention_batch([(7, 1)])
+    with pytest.raises(ValueError, match="a rotation without a slot_mapping: call store_kv first"):
+        kernels.decode_attention(
+            batch.qkv, batch.kv_cache, batch.block_table, batch.seq_lens, None, batch.rotation, max_seq_len=10
+        )
 
 
 def test_splits_follow_from_sizes_alone() -> None:

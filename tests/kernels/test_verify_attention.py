@@ -45,9 +45,10 @@ def verify(
     return out, batch.kv_cache
 
 
-@pytest.fixture(params=[1, 4])
+@pytest.fixture(params=[1, 2, 8])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many programs share a context: one, or several of which some find nothing to do."""
+    """How many programs share a context: one, or several of which some find nothing to do; of many one has
+    this step's tokens alone."""
     module = import_module("kernels.verify_attention")
     monkeypatch.setattr(module, "num_splits", lambda num_reqs, num_kv_heads: request.param)
     return request.param
@@ -78,7 +79,7 @@ def test_tiles() -> None:
     module = import_module("kernels.verify_attention")
     for num_reqs in (1, 2, 8, 16, 17, 64, 100, 256, 600):
         for kv_heads, per_query, block_d in ((8, 2, 128), (3, 3, 64), (32, 1, 128), (1, 8, 64), (2, 32, 16)):
-            for queries in (1, 2, 5, 8, 16):
+            for queries in (1, 2, 5, 8, 16, 64):
                 tiles = module._tiles(num_reqs, kv_heads, per_query, queries, block_d)
                 assert tiles.queries * tiles.groups >= queries and tiles.queries * per_query <= tiles.block_m
                 assert tiles.splits == 1 or num_reqs * tiles.groups * kv_heads <= MAX_COUNTERS
@@ -95,8 +96,8 @@ def test_equals_prefill_and_decode(form: str) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     batch = attention_batch(REQUESTS)
-    with pytest.raises(ValueError, match="max_query_len=17: 1 to 16 queries a request are possible"):
-        verify(batch, "torch", max_query_len=17)
+    with pytest.raises(ValueError, match="max_query_len=65: 1 to 64 queries a request are possible"):
+        verify(batch, "torch", max_query_len=65)
     batch.query_start_loc = batch.query_start_loc.long()
     with pytest.raises(ValueError, match="query_start_loc must have dtype torch.int32"):
         verify(batch, "torch")
