@@ -1,5 +1,7 @@
 """A linear layer for a handful of rows: the norm before it, the residual or the gate after it, in one launch."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +11,8 @@ from kernels.triton_support import can_launch_early, launch
 
 MAX_ROWS = 64
 _SMALL_WIDTH = 1024
+_HELD = 384
+"""Weights that a thread holds at most."""
 
 
 def max_rows(x: torch.Tensor, width: int | None = None) -> int:
@@ -134,24 +138,51 @@ def _launch(
     )
 
 
-def _tile(num_rows: int, num_columns: int, depth: int, gated: bool) -> tuple[int, int, int, int]:
-    """Rows and output columns of a program, depth of one read, and warps: the fastest of those measured on an H200."""
-    is_wide = num_columns >= 65536
-    # Of a small model: how little of a read lies past the depth counts, and how few warps wait for one another.
-    is_shallow = depth < 1024 and num_columns < 2048
-    block_m = 1 if num_rows == 1 else 8 if num_rows <= 8 else 16
-    if is_shallow and num_rows > 1:
-        tile = (16, 128 if num_columns > depth else 512, 2)
-    elif is_shallow and num_columns > depth:
-        tile = (2 if gated else 4, 256, 2)
+class _Tile(NamedTuple):
+    """Rows and output columns of a program, depth of one read, and warps. One row is for vector instructions."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+def _tile(num_rows: int, num_columns: int, depth: int, gated: bool) -> _Tile:
+    """The fastest of those measured on an H200, in place: in a captured stack of SmolLM2's layers or Qwen3-0.6B's."""
+    is_shallow = depth < 1024
+    if num_columns >= 32768:
+        tile = _Tile(8, 32, 64, 2) if is_shallow else _Tile(8, 16, 512, 2) if num_rows > 1 else _Tile(1, 8, 1024, 4)
+    elif max(num_columns, depth) < 2048:
+        tile = _small_tile(num_rows, num_columns, depth, gated)
     elif num_rows > 1:
-        tile = (16, 1024 if num_rows <= 8 and is_wide else 512, 4)
-    elif gated or is_wide or num_columns >= 2048:
-        tile = (8, 1024, 4)
+        block_k = 128 if gated else 256 if depth > 2048 else 512
+        tile = _Tile(8 if num_rows <= 8 else 16, 16, block_k, 4)
+    elif gated:
+        tile = _Tile(1, 8, 512, 2)
+    elif num_columns >= 2048:
+        tile = _Tile(1, 4, 1024, 2)
     else:
-        tile = (4, 1024, 2 if depth > 2048 else 4)
-    block_n, block_k, num_warps = tile
-    return block_m, block_n, max(128, min(block_k, 1 << (depth - 1).bit_length())), num_warps
+        tile = _Tile(1, 2, 1024 if depth > 2048 else 512, 1)
+    block_m, block_n, block_k, num_warps = tile
+    # What a program reads lies in registers.
+    while num_warps < 8 and (1 + gated) * block_n * depth > _HELD * 32 * num_warps:
+        num_warps *= 2
+    return _Tile(block_m, block_n, min(block_k, max(128, 1 << (depth - 1).bit_length())), num_warps)
+
+
+def _small_tile(num_rows: int, num_columns: int, depth: int, gated: bool) -> _Tile:
+    """How little of a read lies past the depth counts, and how few warps wait for one another."""
+    if num_rows == 1:
+        if gated:
+            return _Tile(1, 2, 256, 2)
+        return _Tile(1, 8, 1024, 4) if depth >= 1024 else _Tile(1, 4, 256, 1 if num_columns > depth else 2)
+    if gated:
+        return _Tile(8, 16, 128 if num_rows <= 8 else 64, 2) if num_rows <= 32 else _Tile(16, 16, 64, 2)
+    if depth >= 1024:
+        return _Tile(8, 16, 256, 2)
+    if num_rows > 8:
+        return _Tile(8, 32, 128, 2)
+    return _Tile(8, 16, 128 if num_columns > depth else 256, 2)
 
 
 def _loop(

@@ -176,6 +176,20 @@ def combine_parts(
     partial_ptr, m_ptr, l_ptr, first, used, d, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
 ):
     """The attention of `used` parts of a context together, [GROUP_PAD, BLOCK_D] f32."""
+    if SPLITS > 4:
+        if used <= SPLITS // 2:
+            y = _combine(partial_ptr, m_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS // 2)
+        else:
+            y = _combine(partial_ptr, m_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS)
+        return y
+    else:
+        return _combine(partial_ptr, m_ptr, l_ptr, first, used, d, GROUP_PAD, BLOCK_D, SPLITS)
+
+
+@triton.jit
+def _combine(
+    partial_ptr, m_ptr, l_ptr, first, used, d, GROUP_PAD: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
+):
     split = tl.arange(0, SPLITS)[:, None]
     head = first + split * GROUP_PAD + tl.arange(0, GROUP_PAD)[None, :]
     valid = split < used

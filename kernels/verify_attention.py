@@ -10,15 +10,16 @@ import torch
 
 from kernels.dispatch import check_tensors, resolve_form
 from kernels.head_rotation import HeadRotation
-from kernels.paged_attention import FEW_ROWS, LOG2_E, MAX_COUNTERS, decode_attention, num_splits
+from kernels.paged_attention import LOG2_E, MAX_COUNTERS, decode_attention, num_splits
 from kernels.store_kv import check_qkv, store_kv
 from kernels.token_rows import token_rows
 from kernels.triton_support import can_launch_early, launch
 from kernels.verify_attention_triton import verify_attention_kernel
 
 MAX_QUERIES = 64
+_FEW_REQS, _MAX_SPLITS = 16, 32
 _COMBINED = 8192
-"""Elements that the program which combines the parts of a context holds at once: 128 a thread of two warps."""
+"""Elements that the program which combines the parts of a context holds at once: 64 a thread of four warps."""
 _MAX_ROWS = 128
 """Heads of queries that one program serves."""
 
@@ -175,14 +176,15 @@ def _tiles(num_reqs: int, num_kv_heads: int, per_query: int, max_query_len: int,
     """
     # A power of two, so that there are few kernels.
     queries = 1 << (max_query_len - 1).bit_length()
-    own = min(max((16 if num_reqs <= FEW_ROWS else _MAX_ROWS) // per_query, 1), queries)
+    own = min(max((16 if num_reqs <= _FEW_REQS else _MAX_ROWS) // per_query, 1), queries)
     groups = -(-queries // own)
     block_m = max(16, 1 << (own * per_query - 1).bit_length())
     size = block_m * block_d
-    splits = num_splits(num_reqs, num_kv_heads) if num_reqs * groups * num_kv_heads <= MAX_COUNTERS else 1
-    if num_reqs <= FEW_ROWS:
+    pairs = num_reqs * num_kv_heads
+    splits = num_splits(pairs, _MAX_SPLITS) if pairs * groups <= MAX_COUNTERS else 1
+    if num_reqs <= _FEW_REQS:
         splits = max(1, min(splits, _COMBINED // size))
-        return _Tiles(own, groups, splits, splits > 2, block_m, 64, 2, 2)
+        return _Tiles(own, groups, splits, splits > 2, block_m, 128 if block_d <= 64 else 64, 4, 2)
     if size <= 1024:
         return _Tiles(own, groups, max(1, min(splits // 2, _COMBINED // 2 // size)), False, block_m, 32, 1, 3)
     splits = max(1, min(splits // 4, _COMBINED // size))

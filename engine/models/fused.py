@@ -29,6 +29,10 @@ Attend = Callable[[Tensor, Tensor, HeadRotation], Tensor]
 """The backend's forward for this step: (qkv, the layer's kv_cache, rotation) -> attention output."""
 
 
+MAX_HEAD_ROWS = 8
+"""Rows up to which small_linear is the faster one for an output head."""
+
+
 class Stack(Protocol):
     """Decoder layers and the norm behind them: a model's, or a drafter's."""
 
@@ -94,7 +98,7 @@ def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
 
 def head_logits(weight: Tensor, hidden: Tensor, form: str) -> Tensor:
     """Logits f32 [l, V] of hidden states [l, hidden] by an output head's weight [V, hidden]."""
-    if hidden.shape[0] <= max_rows(hidden, weight.shape[0]):
+    if hidden.shape[0] <= min(MAX_HEAD_ROWS, max_rows(hidden)):
         return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

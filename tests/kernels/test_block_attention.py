@@ -58,7 +58,7 @@ def padded(requests: list[tuple[int, int]], **shape: object) -> AttentionBatch:
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many programs share a context."""
     module = import_module("kernels.verify_attention")
-    monkeypatch.setattr(module, "num_splits", lambda num_reqs, num_kv_heads: request.param)
+    monkeypatch.setattr(module, "num_splits", lambda num_pairs, most: request.param)
     return request.param
 
 

@@ -61,10 +61,10 @@ def prefill(batch: AttentionBatch, form: str) -> tuple[torch.Tensor, torch.Tenso
     return out, batch.kv_cache
 
 
-@pytest.fixture(params=[1, 4])
+@pytest.fixture(params=[1, 4, 16])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many programs share a context: one, or several of which some find nothing to do."""
-    monkeypatch.setattr(paged_attention, "num_splits", lambda num_rows, num_kv_heads: request.param)
+    monkeypatch.setattr(paged_attention, "num_splits", lambda num_pairs, most: request.param)
     return request.param
 
 
@@ -89,11 +89,10 @@ def test_what_is_rotated_is_stored() -> None:
 
 
 def test_splits_follow_from_sizes_alone() -> None:
-    assert [num_splits(rows, 8) for rows in (0, 1, 2, 8, 16, 17, 64, 128, 256)] == [32, 32, 32, 8, 4, 8, 4, 2, 1]
+    assert [num_splits(pairs, 16) for pairs in (0, 8, 64, 192, 512, 1024, 2048)] == [16, 16, 16, 8, 4, 2, 1]
+    assert num_splits(8, 5) == 4
     # Every pair of a row and a KV head that is split has a counter.
-    assert (
-        max(rows * heads for rows in range(600) for heads in (1, 3, 8) if num_splits(rows, heads) > 1) <= MAX_COUNTERS
-    )
+    assert max(pairs for pairs in range(5000) if num_splits(pairs, 8) > 1) <= MAX_COUNTERS
 
 
 @pytest.mark.parametrize("form", FAST_FORMS)

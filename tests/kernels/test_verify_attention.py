@@ -50,7 +50,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     """How many programs share a context: one, or several of which some find nothing to do; of many one has
     this step's tokens alone."""
     module = import_module("kernels.verify_attention")
-    monkeypatch.setattr(module, "num_splits", lambda num_reqs, num_kv_heads: request.param)
+    monkeypatch.setattr(module, "num_splits", lambda num_pairs, most: request.param)
     return request.param
 
 
