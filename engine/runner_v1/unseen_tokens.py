@@ -36,10 +36,11 @@ class UnseenTokens:
     def scatter(self, req_ids: tuple[str, ...], ends: np.ndarray, input_ids: torch.Tensor) -> bool:
         """Puts the tokens where `input_ids` on the device have placeholders: at the end of each request's part, [r].
         False if there is none."""
-        source, target = [], []
+        source, target, requests = [], [], self._states.requests
         for row, req_id in enumerate(req_ids):
             previous = self._rows.get(req_id)
-            if previous is not None and self._ends_in_placeholder(req_id):
+            outputs = requests[req_id].output_token_ids
+            if previous is not None and outputs and outputs[-1] == PLACEHOLDER:
                 source.append(previous)
                 target.append(int(ends[row]) - 1)
         if not source:
@@ -70,11 +71,7 @@ class UnseenTokens:
         sampled = self._output.wait_for_sampled()  # F
         for req_id, previous in self._rows.items():
             row = batch.req_id_to_index.get(req_id)
-            if row is not None and self._ends_in_placeholder(req_id):
-                token = int(sampled[previous, 0])
-                self._states.requests[req_id].output_token_ids[-1] = token
-                batch.token_ids_cpu[row, batch.num_tokens[row] - 1] = token
-
-    def _ends_in_placeholder(self, req_id: str) -> bool:
-        outputs = self._states.requests[req_id].output_token_ids
-        return bool(outputs) and outputs[-1] == PLACEHOLDER
+            outputs = self._states.requests[req_id].output_token_ids if row is not None else []
+            if row is not None and outputs and outputs[-1] == PLACEHOLDER:
+                outputs[-1] = int(sampled[previous, 0])
+                batch.token_ids_cpu[row, batch.num_tokens[row] - 1] = outputs[-1]
