@@ -4,7 +4,7 @@ Faithful to vLLM's V1 in structures, order and waits: dense rows, a backup of ev
 each step, host loops per request. Its host waits, by their letter in vLLM's list: A `prepare_inputs` (overlapped
 loop: the pinned buffers are about to be rewritten; each step but the first, and of the empty steps those in which
 rows leave), B `sampled tokens` (plain loop), F `output token ids` (overlapped loop, when a request's sampling looks at
-its output: penalties, bad words, logits processors).
+its output: penalties, bad words, logits processors; `unseen_tokens.py`).
 """
 
 from __future__ import annotations
