@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from .events import (
+from .events import (  # noqa: F401 - everybody imports them from here
     DRAFT_EVENTS,
     ON_REQUEST,
     BlockTableGathered,
@@ -53,41 +53,6 @@ from .events import (
     SpanEnded,
     VerificationBudgeted,
 )
-
-__all__ = [
-    "DRAFT_EVENTS",
-    "ON_REQUEST",
-    "BlockTableGathered",
-    "DraftProposed",
-    "DraftVerified",
-    "Event",
-    "EventLog",
-    "GrammarAdvanced",
-    "GrammarBitmaskFilled",
-    "Hooks",
-    "HostWait",
-    "InputsPrepared",
-    "KernelLaunched",
-    "Lane",
-    "OutputDelivered",
-    "PromptLogprobsComputed",
-    "RequestAdded",
-    "RequestFinished",
-    "RequestPreempted",
-    "RequestResumed",
-    "RequestScheduled",
-    "RowFreed",
-    "RowMoved",
-    "RowWritten",
-    "Sampled",
-    "SamplingTraced",
-    "SpanBegun",
-    "SpanEnded",
-    "Subscriber",
-    "VerificationBudgeted",
-    "WaitCounter",
-    "subscribe",
-]
 
 Subscriber = Callable[[Event], None]
 

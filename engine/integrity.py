@@ -21,8 +21,8 @@ def check_rows(runner: ModelRunnerV1 | ModelRunnerV2, scheduler: Scheduler) -> N
 
 def _check_v1(runner: ModelRunnerV1, held: Set[str], blocks: dict[str, list[int]]) -> None:
     """Dense rows 0..r-1, each with its request's backup, and the backups' blocks the scheduler's."""
-    batch = runner.input_batch
-    assert runner.requests.keys() == held, f"V1 keeps {sorted(runner.requests)}, the scheduler knows of {sorted(held)}"
+    batch, requests = runner.input_batch, runner.states.requests
+    assert requests.keys() == held, f"V1 keeps {sorted(requests)}, the scheduler knows of {sorted(held)}"
     assert batch.req_ids == [r for r in batch.req_ids if r is not None], f"V1's batch has holes: {batch.req_ids}"
     rows = {req_id: row for row, req_id in enumerate(batch.req_ids)}
     assert rows == batch.req_id_to_index, f"V1's rows are {batch.req_ids}, its index says {batch.req_id_to_index}"
@@ -36,7 +36,7 @@ def _check_v1(runner: ModelRunnerV1, held: Set[str], blocks: dict[str, list[int]
     assert batch.greedy_reqs | batch.random_reqs == rows.keys(), "each row of V1 is greedy or random"
     assert not batch.greedy_reqs & batch.random_reqs, "no row of V1 is both greedy and random"
     for req_id, block_ids in blocks.items():
-        state = runner.requests[req_id]
+        state = requests[req_id]
         assert state.block_ids == block_ids, (
             f"V1's backup of {req_id!r} has blocks {state.block_ids}, right is {block_ids}"
         )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..snapshot import BlockTablesView, InputsView, RowView
-from .runner import MADE_BY, MADE_BY_ASYNC, ModelRunnerV1
+from .input_buffers import MADE_BY, MADE_BY_ASYNC
+from .runner import ModelRunnerV1
 
 Views = tuple[tuple[RowView, ...], BlockTablesView, InputsView | None]
 
@@ -18,7 +19,7 @@ def pending_views(runner: ModelRunnerV1, drafts: Mapping[str, tuple[int, ...]]) 
     Args:
         drafts: by request, those that the scheduler has for the next step.
     """
-    batch, inputs = runner.input_batch, runner.last_inputs
+    batch, buffers, inputs = runner.input_batch, runner.input_buffers, runner.last_inputs
     rows = tuple(_row(runner, row, drafts) for row in range(runner.max_num_reqs))
     persistent = tuple(
         tuple(batch.block_table.np[row, : batch.num_blocks[row]].tolist()) if row < batch.num_reqs else ()
@@ -30,11 +31,11 @@ def pending_views(runner: ModelRunnerV1, drafts: Mapping[str, tuple[int, ...]]) 
             return {}
         r, t = len(inputs.req_ids), inputs.num_tokens
         return {
-            "input_ids": runner.input_ids.gpu[:t],
-            "positions": runner.positions[:t],
-            "query_start_loc": runner.query_start_loc.gpu[: r + 1],
-            "seq_lens": runner.seq_lens[:r],
-            "slot_mapping": runner.slot_mapping[:t],
+            "input_ids": buffers.input_ids.gpu[:t],
+            "positions": buffers.positions[:t],
+            "query_start_loc": buffers.query_start_loc.gpu[: r + 1],
+            "seq_lens": buffers.seq_lens[:r],
+            "slot_mapping": buffers.slot_mapping[:t],
             "gathered": batch.block_table.gpu[:r],
         }
 

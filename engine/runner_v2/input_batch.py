@@ -19,12 +19,27 @@ class InputBuffers:
     """
 
     def __init__(self, device: Device, max_num_reqs: int, max_tokens: int) -> None:
+        self._device = device
         self.input_ids = device.zeros(max_tokens, dtype=torch.int32)
         self.positions = device.zeros(max_tokens, dtype=torch.int64)
         self.index = device.zeros(3 * max_num_reqs + 2, dtype=torch.int32)
         sizes = max_num_reqs + 1, max_num_reqs, max_num_reqs + 1
         self.query_start_loc, self.idx_mapping, self.cu_num_logits = self.index.split(sizes)
         self.seq_lens = device.zeros(max_num_reqs, dtype=torch.int32)
+        self._sent: np.ndarray | None = None
+
+    def send_index(self, index_np: np.ndarray) -> None:
+        """Writes the index, unless it is the very one that was sent last."""
+        if index_np is not self._sent:
+            self._device.write("query_start_loc, idx_mapping, cu_num_logits", self.index, index_np)
+            self._sent = index_np
+
+    def hold_nobody(self, padding_row: int, cu_num_logits: torch.Tensor) -> None:
+        """At once: an index of padding alone, with so many rows of logits before each, i32 [R + 1]."""
+        self.idx_mapping.fill_(padding_row)
+        self.query_start_loc.zero_()
+        self.cu_num_logits.copy_(cu_num_logits)
+        self._sent = None
 
 
 @dataclass(frozen=True)

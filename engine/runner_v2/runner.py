@@ -11,23 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
-from ..attention import AttentionMetadata
 from ..config import EngineConfig
 from ..device import Device
-from ..hooks import (
-    DRAFT_EVENTS,
-    BlockTableGathered,
-    Hooks,
-    InputsPrepared,
-    KernelLaunched,
-    RowFreed,
-    RowWritten,
-    SamplingTraced,
-)
+from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
 from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
@@ -43,12 +34,12 @@ from .sample.structured_outputs import GrammarBitmask
 from .sample.tables import TokenTable
 from .speculation import DraftedWork, Speculation, make_speculation
 from .states import RequestState
-from .step_graphs import StepGraphs, StepSize, is_verification
+from .step_costs import measure_steps
+from .step_graphs import StepGraphs, StepSize
 from .step_work import StepWork
+from .work_making import eager_work, padding_work
 
 STEPS_IN_FLIGHT = 2
-MEASURED_EAGERLY = 8
-"""Requests of the largest step that is measured where none is captured."""
 
 MADE_BY = {
     "input_ids": "kernels prepare_prefill_inputs, combine_sampled_and_draft_tokens",
@@ -97,7 +88,7 @@ class ModelRunnerV2:
         self.max_num_tokens = config.max_num_batched_tokens
         self.speculation: Speculation | None = None
         self.reset()
-        self._measure_steps()
+        measure_steps(self)
 
     def reset(self) -> None:
         """An empty state table, whatever was in it: at the start, and after a step that failed."""
@@ -127,38 +118,17 @@ class ModelRunnerV2:
         # What a step knows of the one before: while the same objects come, nothing came or went.
         self._cached_ids: tuple[str, ...] = ()
         self._cached_rows = np.empty(0, dtype=np.int64)
-        self._index_on_device: np.ndarray | None = None
         self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
         # The last two.
         self._outputs: tuple[AsyncOutput | None, AsyncOutput | None] = (None, None)
         self._drafts = AsyncDrafts(device, rows * (num_drafts + 1))
         self.graphs = StepGraphs(self)
         self.device.catch_up()
-        self.graphs.capture()
+        self.graphs.capture(partial(padding_work, self))
 
     @property
     def capture_seconds(self) -> float:
         return self.graphs.seconds
-
-    def _measure_steps(self) -> None:
-        """What steps cost, for the schedules of verification that go by it."""
-        if self.speculation is None:
-            return
-        sizes: dict[int, list[int]] = {}
-        for size in self.graphs.decodes or self._measured_eagerly():
-            sizes.setdefault(size.num_reqs, []).append(size.num_tokens)
-        self.speculation.verification.measure(sizes, self.graphs.seconds_of, is_captured=bool(self.graphs.decodes))
-
-    def _measured_eagerly(self) -> list[StepSize]:
-        """A few sizes of which the others follow: a step that is launched piece by piece has no sizes of its own."""
-        most = min(self.max_num_reqs, MEASURED_EAGERLY)
-        drafts = self.num_drafts
-        return [
-            StepSize(num_reqs, num_reqs * (1 + n))
-            for num_reqs in {1, most}
-            for n in sorted({0, 1, 3, drafts})
-            if n <= drafts and num_reqs * (1 + n) <= self.max_num_tokens
-        ]
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -211,10 +181,8 @@ class ModelRunnerV2:
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
         batch = self.batches.make(scheduler_output)
         graph = self.graphs.find(batch)
-        if batch.index_np is not self._index_on_device:
-            self.device.write("query_start_loc, idx_mapping, cu_num_logits", self.input_buffers.index, batch.index_np)
-            self._index_on_device = batch.index_np
-        work = self._eager_work(batch) if graph is None else self.graphs.work[graph]
+        self.input_buffers.send_index(batch.index_np)
+        work = eager_work(self, batch) if graph is None else self.graphs.work[graph]
         if graph is None:
             if isinstance(work, DraftedWork) and work.is_budgeted:
                 self._submit(work.allot_verification)
@@ -235,104 +203,6 @@ class ModelRunnerV2:
             self.hooks.emit(
                 InputsPrepared(*self.hooks.stamp(), batch.num_reqs, batch.num_tokens, work.num_tokens_padded, MADE_BY)
             )
-
-    def _eager_work(self, batch: InputBatch) -> StepWork:
-        budget = None
-        if self.speculation is not None and is_verification(batch):
-            budget = self.speculation.verification.budget(batch.num_reqs, batch.num_reqs)
-            if batch.num_reqs + budget >= batch.num_tokens:
-                budget = None
-        num_tokens, padded = batch.num_tokens, batch.num_tokens_padded
-        if budget is not None:
-            num_tokens = padded = batch.num_reqs + budget
-        metadata = self.attention_metadata(
-            num_reqs=batch.num_reqs,
-            num_tokens=num_tokens,
-            num_tokens_padded=padded,
-            query_start_loc=self._query_start_loc(budget),
-            query_start_loc_np=batch.query_start_loc_np,
-            seq_lens_np=self._seq_lens_np(batch),
-            num_decodes=batch.num_decodes if budget is None else 0,
-            has_admitted=batch.has_prefill,  # a little wider: an admitted request computes prompt tokens
-        )
-        num_logits = batch.num_logits if budget is None else num_tokens
-        watched = self.hooks.wants(DRAFT_EVENTS)
-        return self._work(batch.num_reqs, batch.num_reqs_padded, metadata, num_logits, budget, watched)
-
-    def padding_work(self, size: StepSize) -> StepWork:
-        """A step of `size` requests of which none is there: it may run at any time and changes nothing."""
-        num_reqs, num_tokens, is_mixed = size
-        whole = num_reqs * (1 + self.num_drafts)
-        num_logits = min(num_tokens, whole) if is_mixed else num_tokens
-        budget = None if is_mixed or num_tokens == whole else num_tokens - num_reqs
-        self.input_buffers.idx_mapping.fill_(self.req_states.padding_row)
-        self.input_buffers.query_start_loc.zero_()
-        self.input_buffers.cu_num_logits.copy_(self.arange)
-        self._index_on_device = None
-        longest = -(-num_tokens // num_reqs)
-        metadata = self.attention_metadata(
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            num_tokens_padded=num_tokens,
-            query_start_loc=self._query_start_loc(budget),
-            query_start_loc_np=np.minimum(np.arange(num_reqs + 1, dtype=np.int32) * longest, num_tokens),
-            seq_lens_np=np.full(num_reqs, self.config.max_model_len, dtype=np.int32),
-            num_decodes=num_reqs if num_tokens == num_reqs and not is_mixed else 0,
-            has_admitted=is_mixed,
-            max_query_len=None if is_mixed else 1 + self.num_drafts,
-        )
-        return self._work(num_reqs, num_reqs, metadata, num_logits, budget)
-
-    def _work(
-        self, num_reqs: int, num_reqs_padded: int, metadata: AttentionMetadata, num_logits: int, budget: int | None,
-        watched: bool = False,
-    ) -> StepWork:  # fmt: skip
-        idx_mapping = self.input_buffers.idx_mapping[:num_reqs]
-        padded = (num_reqs_padded, metadata.num_tokens_padded)
-        if self.speculation is None:
-            return StepWork(self, idx_mapping, *padded, metadata)
-        return DraftedWork(
-            self, idx_mapping, *padded, metadata, self.speculation, num_logits=num_logits, budget=budget,
-            watched=watched,
-        )  # fmt: skip
-
-    def _query_start_loc(self, budget: int | None) -> torch.Tensor:
-        """i32 [R + 1]: the host's, or what the device makes of it under a budget."""
-        if budget is None or self.speculation is None:
-            return self.input_buffers.query_start_loc
-        return self.speculation.verification.query_start_loc
-
-    def attention_metadata(
-        self,
-        *,
-        num_reqs: int,
-        num_tokens: int,
-        num_tokens_padded: int,
-        query_start_loc: torch.Tensor,
-        query_start_loc_np: np.ndarray,
-        seq_lens_np: np.ndarray,
-        num_decodes: int,
-        has_admitted: bool = False,
-        max_query_len: int | None = None,
-    ) -> AttentionMetadata:
-        return self.model_state.prepare_attn(
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            num_tokens_padded=num_tokens_padded,
-            query_start_loc=query_start_loc,
-            query_start_loc_np=query_start_loc_np,
-            seq_lens=self.input_buffers.seq_lens,
-            seq_lens_np=seq_lens_np,
-            block_table=self.block_tables.input_block_table,
-            slot_mapping=self.block_tables.slot_mapping[:num_tokens_padded],
-            num_decodes=num_decodes,
-            has_admitted=has_admitted,
-            max_query_len=max_query_len,
-        )
-
-    def _seq_lens_np(self, batch: InputBatch) -> np.ndarray:
-        """i32 [r]: an upper bound of the device's seq_lens, until the next step's `update_states`."""
-        return self.req_states.num_computed_tokens_np[batch.idx_mapping_np] + batch.num_scheduled_tokens
 
     def forward(self) -> None:
         assert self._state is not None, "forward: prepare_inputs comes first"

@@ -233,9 +233,7 @@ class DraftedWork(StepWork):
         self._hidden_states = None
 
     def output_turns(self) -> OutputTurns:
-        return OutputTurns(
-            self.idx_mapping.shape[0], self.width, self.idx_mapping.device, self._confidences_wanted()
-        )
+        return OutputTurns(self.idx_mapping.shape[0], self.width, self.idx_mapping.device, self._confidences_wanted())
 
     def _confidences_wanted(self) -> torch.Tensor | None:
         """f32 [R, N], by state row, those which the host goes by for later steps."""

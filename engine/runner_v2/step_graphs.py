@@ -32,8 +32,6 @@ CAPTURED_PLANS = (GREEDY, RANDOM, FILTERED)
 
 BUDGETED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 """Requests for which steps under a budget are captured, as there are several for each."""
-_REPLAYS = 5
-
 
 MIXED_REQS, MIXED_TOKENS = (16, 64), (64, 128, 256, 512, 1024, 2048)
 """Sizes of captured steps for batches of any kind; the most requests come to the former."""
@@ -79,8 +77,9 @@ class StepGraphs:
         self.seconds = 0.0
         """How long capturing took."""
 
-    def capture(self) -> None:
-        """Waits for the device: called before the first step."""
+    def capture(self, padding_work: Callable[[StepSize], StepWork]) -> None:
+        """Waits for the device: called before the first step. `padding_work` makes a step of some size, of whose
+        requests none is there."""
         if self._pool is None:
             return
         begin = time.monotonic()
@@ -89,7 +88,7 @@ class StepGraphs:
         for size in self.decodes:
             self._budgets.setdefault(size.num_reqs, []).append(size.num_tokens - size.num_reqs)
         for size in sorted((*self.decodes, *self._mixed), key=_by_tokens, reverse=True):
-            self.work[size] = work = self._runner.padding_work(size)
+            self.work[size] = work = padding_work(size)
             for plan in CAPTURED_PLANS:
                 self._outputs[size, plan] = outputs = work.output_turns()
                 self._pool.capture((size, plan), partial(partial, work.whole_step, plan, size.is_mixed, outputs))
@@ -143,32 +142,6 @@ class StepGraphs:
         assert self._pool is not None
         self._pool.replay((size, plan))
         return self._outputs[size, plan].last()
-
-    def seconds_of(self, num_reqs: int, num_tokens: int) -> float:
-        """What one step of that size takes, with empty contexts. Waits for the device."""
-        runner, size = self._runner, StepSize(num_reqs, num_tokens)
-        run: Callable[[], object]
-        if self.decodes:
-            repeats, run = _REPLAYS, partial(self.replay, size, GREEDY)
-        else:
-            eager = runner.padding_work(size)
-            repeats, run = 1, partial(eager.whole_step, GREEDY, False, eager.output_turns())
-
-        def work() -> None:
-            for _ in range(repeats):
-                run()
-
-        if not runner.device.is_cuda:  # where an engine is made is its stream: see cpu_stream.py
-            begin = time.perf_counter()
-            with torch.inference_mode():
-                work()
-            return (time.perf_counter() - begin) / repeats
-        runner.device.catch_up()
-        runner.device.drain()
-        begin = time.perf_counter()
-        runner.device.compute.submit("measure a step", work)
-        runner.device.drain()
-        return (time.perf_counter() - begin) / repeats
 
     def _decode_sizes(self) -> set[StepSize]:
         runner = self._runner

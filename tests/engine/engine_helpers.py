@@ -155,7 +155,7 @@ def assert_empty(llm: LLM) -> None:
         assert not core.runner.req_states.req_id_to_index
         assert len(core.runner.req_states.free_indices) == core.runner.max_num_reqs
     else:
-        assert not core.runner.requests
+        assert not core.runner.states.requests
         assert core.runner.input_batch.num_reqs == 0 and core.runner.input_batch.req_ids == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from engine.dspark.costs import CostTable
 from engine.hooks import Event, Sampled, VerificationBudgeted
 from engine.snapshot import SpeculationView, StepCostsView
-from tests.workbench.fixtures import make_recording
+from tests.workbench.records import make_recording
 from workbench.codec import encode
 from workbench.recording import Recording, StepRecord
 

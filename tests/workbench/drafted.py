@@ -9,7 +9,8 @@ from typing import Any
 from engine.dspark.calibration import Calibration, PositionQuality
 from engine.hooks import DraftProposed, DraftVerified, Sampled
 from engine.snapshot import SpeculationView
-from tests.workbench.fixtures import PIECES, make_recording
+from tests.workbench.records import make_recording
+from tests.workbench.vocabulary import PIECES
 from workbench.codec import encode
 from workbench.recording import Recording, StepRecord
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.hooks import Sampled, SamplingTraced
 from engine.sample.trace import MODEL, SamplingTrace, StageTrace
-from tests.workbench.fixtures import PIECES, make_recording
+from tests.workbench.records import make_recording
+from tests.workbench.vocabulary import PIECES
 from workbench.recording import Recording, StepRecord
 
 VOCAB = len(PIECES)

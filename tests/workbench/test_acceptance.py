@@ -14,9 +14,10 @@ from engine import SamplingParams
 from engine.hooks import DRAFT_EVENTS
 from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.workbench.drafted import MAX_DRAFTS, make_drafted_record, make_drafted_recording
-from tests.workbench.fixtures import EVIL, PIECES, make_record
 from tests.workbench.pictures import pictures
+from tests.workbench.records import make_record
 from tests.workbench.sessions import prompt, tiny_session
+from tests.workbench.vocabulary import EVIL, PIECES
 from workbench import AcceptanceView, Dashboard, Recording
 from workbench.recording import StepRecord
 from workbench.views.acceptance import BLOCKS, CLOSED, HELP, figure, reliability_figure, traced, view_model

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.hooks import RowMoved
-from tests.workbench.fixtures import EVIL, make_record, make_recording, with_events
+from tests.workbench.records import make_record, make_recording, with_events
+from tests.workbench.vocabulary import EVIL
 from workbench.recording import StepRecord
 from workbench.views.block_tables import BlockTablesView, figure, view_model
 

@@ -15,8 +15,8 @@ from engine import SamplingParams
 from engine.hooks import Sampled, VerificationBudgeted
 from tests.engine.dspark.golden import ROOT, golden
 from tests.workbench.budgeted import COSTS, NUM_DRAFTS, make_budgeted_record, make_budgeted_recording
-from tests.workbench.fixtures import make_record
 from tests.workbench.pictures import pictures
+from tests.workbench.records import make_record
 from tests.workbench.sessions import prompt, tiny_session
 from workbench import BudgetView, Recording
 from workbench.views.budget import CLOSED, STEPS, budgeted, figure, step_costs, view_model

@@ -10,8 +10,9 @@ import pytest
 
 from engine import RequestOutput, SamplingParams
 from engine.core import EngineCore
-from tests.workbench.fixtures import EVIL, make_record
+from tests.workbench.records import make_record
 from tests.workbench.sessions import GREEDY, TINY, outputs, prompt, tiny_session
+from tests.workbench.vocabulary import EVIL
 from workbench import Dashboard, open_workbench
 from workbench.dashboard import VIEWS
 from workbench.views import controls

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from tests.workbench.fixtures import EVIL
 from tests.workbench.pictures import pictures
+from tests.workbench.vocabulary import EVIL
 from workbench.html import Html, h, join, picture
 
 

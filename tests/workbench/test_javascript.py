@@ -15,7 +15,7 @@ import workbench
 from tests.workbench.budgeted import make_budgeted_record
 from tests.workbench.drafted import make_drafted_record
 from tests.workbench.drawn import make_drawn_record
-from tests.workbench.fixtures import make_record
+from tests.workbench.records import make_record
 from workbench.views import acceptance, budget, sampling
 from workbench.widget import load_module
 

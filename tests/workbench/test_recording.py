@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engine.hooks import HostWait, SpanEnded
-from tests.workbench.fixtures import EVIL, make_recording
+from tests.workbench.records import make_recording
 from tests.workbench.sessions import tiny_session
+from tests.workbench.vocabulary import EVIL
 from workbench import Recording
 from workbench.codec import RecordingError
 

@@ -14,8 +14,9 @@ import pytest
 from engine import SamplingParams
 from engine.hooks import SamplingTraced
 from tests.workbench.drawn import BIASED, FUSED, make_drawn_record, make_drawn_recording, make_trace, softmax
-from tests.workbench.fixtures import EVIL, PIECES, make_record
+from tests.workbench.records import make_record
 from tests.workbench.sessions import prompt, tiny_session
+from tests.workbench.vocabulary import EVIL, PIECES
 from workbench import Dashboard, Recording, SamplingView
 from workbench.recording import StepRecord
 from workbench.views.sampling import CLOSED, WINDOW, figure, traced, view_model

@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.hooks import RowMoved
 from engine.snapshot import RowView
-from tests.workbench.fixtures import EVIL, PIECES, make_record
+from tests.workbench.records import make_record
+from tests.workbench.vocabulary import EVIL, PIECES
 from workbench.recording import StepRecord
 from workbench.views.state_rows import StateRowsView, figure, view_model
 

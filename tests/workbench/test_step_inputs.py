@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from engine.snapshot import InputsView
-from tests.workbench.fixtures import EVIL, PIECES, V1_MADE_BY, V2_MADE_BY, make_record
+from tests.workbench.records import make_record
+from tests.workbench.toy_engine import V1_MADE_BY, V2_MADE_BY
+from tests.workbench.vocabulary import EVIL, PIECES
 from workbench.recording import StepRecord
 from workbench.views.step_inputs import StepInputsView, figure, view_model
 

@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 import pytest
 
 from engine.hooks import Event, HostWait, SpanEnded
-from tests.workbench.fixtures import EVIL, make_record, make_recording, with_events
+from tests.workbench.records import make_record, make_recording, with_events
+from tests.workbench.vocabulary import EVIL
 from workbench.recording import Recording, RunnerStep, StepRecord
 from workbench.views.timeline import TimelineView, figure, view_model
 

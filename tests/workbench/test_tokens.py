@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.hooks import RequestScheduled, Sampled
 from engine.snapshot import RequestView
-from tests.workbench.fixtures import EVIL, make_record
+from tests.workbench.records import make_record
+from tests.workbench.vocabulary import EVIL
 from workbench.recording import StepRecord
 from workbench.views.tokens import TokensView, figure, view_model
 

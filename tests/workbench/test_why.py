@@ -16,7 +16,7 @@ from engine.hooks import (
     RowMoved,
 )
 from engine.snapshot import Snapshot
-from tests.workbench.fixtures import make_record
+from tests.workbench.records import make_record
 from workbench.recording import Recording, StepRecord
 from workbench.views.why import why
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.runner_v2.step_graphs import StepGraphs
+from engine.runner_v2 import step_costs
 from kernels import paged_attention
 from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.engine.engine_helpers import LOOPS, TraceRequest, both_loops, greedy, ids, prompt_of, run_trace
@@ -109,7 +109,7 @@ def test_captured_steps_of_the_kernels_that_a_gpu_runs(monkeypatch: pytest.Monke
     """Imitated on a CPU, under a budget that leaves some drafts out."""
     monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)  # nearly all of its programs find nothing to read
     pools = repeat_instead_of_capture(monkeypatch)
-    monkeypatch.setattr(StepGraphs, "seconds_of", lambda self, num_reqs, num_tokens: 1e-3 * (8 + num_tokens))
+    monkeypatch.setattr(step_costs, "seconds_of", lambda runner, num_reqs, num_tokens: 1e-3 * (8 + num_tokens))
     trace = [TraceRequest(f"r{i}", tuple(golden("vanilla").sequence[: 3 + 4 * i]), greedy(8 + i), i) for i in range(2)]
     with engine("vanilla", "overlapped", drafts=False) as llm:
         plain = run_trace(llm, trace)

@@ -1,48 +1,20 @@
-"""Records made by hand for the tests of the views: a small model of the engine's bookkeeping, without an engine.
+"""A small model of the engine's bookkeeping, without an engine: rows, blocks, inputs, and events at plausible times.
 
-`make_record()` gives the last step of a run in which prompts are chunked, a request finishes (V1 condenses, V2 frees a
-row), blocks are shared through the prefix cache, and one request's text holds markup.
+Prompts are chunked, finished requests leave their rows (V1 condenses, V2 frees a row), and blocks are shared through a
+prefix cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine import hooks as ev
-from engine.snapshot import (
-    BlockTablesView,
-    BlockView,
-    InFlightView,
-    InputsView,
-    PoolView,
-    RequestView,
-    RowView,
-    Snapshot,
-)
-from workbench.recording import COLORS, Recording, RunnerStep, StepRecord
+from engine.snapshot import InputsView
+from tests.workbench.vocabulary import PIECES
 
-EVIL = "<img src=x onerror=alert(1)>"
 MS = 1_000_000
-PIECES = (
-    "Why",
-    " is",
-    " V2",
-    " fast",
-    "?",
-    " Because",
-    " the",
-    " GPU",
-    " reads",
-    "\n",
-    " own",
-    EVIL,
-    "  ",
-    " ü",
-    "é",
-    ".",
-)
 V1_MADE_BY = {
     "input_ids": "host loop, then one copy",
     "positions": "numpy, then copy",
@@ -59,13 +31,8 @@ V2_MADE_BY = {
 }
 
 
-def request_name(index: int) -> str:
-    """A, B, … Z, A2, B2, …"""
-    return chr(ord("A") + index % 26) + ("" if index < 26 else str(index // 26 + 1))
-
-
 @dataclass
-class _Request:
+class ToyRequest:
     name: str
     prompt: tuple[int, ...]
     max_tokens: int
@@ -83,23 +50,25 @@ class _Request:
         return [*self.prompt, *self.out]
 
 
-class _Engine:
+class ToyEngine:
     """One runner's bookkeeping: rows, blocks, inputs, events with plausible times."""
 
     def __init__(
-        self, runner: Any, requests: Sequence[_Request], blocks: int, block_size: int, budget: int, rows: int, loop: Any
+        self,
+        runner: Any,
+        requests: Sequence[ToyRequest],
+        blocks: int,
+        block_size: int,
+        budget: int,
+        rows: int,
+        loop: Any,
     ) -> None:
-        self.runner, self.requests, self.block_size, self.budget, self.loop = (
-            runner,
-            list(requests),
-            block_size,
-            budget,
-            loop,
-        )
+        self.runner, self.requests, self.loop = runner, list(requests), loop
+        self.block_size, self.budget = block_size, budget
         self.owners: list[list[str]] = [[] for _ in range(blocks)]
         self.hashes: list[str | None] = [None] * blocks
         self.free = list(range(1, blocks))
-        self.rows: list[_Request | None] = [None] * rows
+        self.rows: list[ToyRequest | None] = [None] * rows
         self.step_number = 0
         self.idx: list[int] = []
         self.gathered: tuple[tuple[int, ...], ...] = ()
@@ -109,7 +78,7 @@ class _Engine:
         self.hits = 0
 
     @property
-    def arrived(self) -> list[_Request]:
+    def arrived(self) -> list[ToyRequest]:
         return [r for r in self.requests if r.arrives <= max(1, self.step_number)]
 
     def emit(self, kind: type[ev.Event], *values: object) -> None:
@@ -150,7 +119,7 @@ class _Engine:
             self.rows[hole], self.rows[last], moved.row = moved, None, hole
             self.emit(ev.RowMoved, moved.name, last, hole, "condense")
 
-    def _schedule(self) -> list[tuple[_Request, int]]:
+    def _schedule(self) -> list[tuple[ToyRequest, int]]:
         plan, budget = [], self.budget
         live = [r for r in self.arrived if not r.reason]
         for request in sorted(live, key=lambda r: not r.scheduled_once):
@@ -173,7 +142,7 @@ class _Engine:
             budget -= count
         return plan
 
-    def _reuse_prefix(self, request: _Request) -> None:
+    def _reuse_prefix(self, request: ToyRequest) -> None:
         for other in self.requests:
             shared = 0
             while (
@@ -192,7 +161,7 @@ class _Engine:
                 self.hits += request.cached
                 return
 
-    def _place(self, plan: list[tuple[_Request, int]]) -> None:
+    def _place(self, plan: list[tuple[ToyRequest, int]]) -> None:
         for request, _ in plan:
             if request.row is None:
                 request.row = self.rows.index(None)
@@ -200,7 +169,7 @@ class _Engine:
                 self.emit(ev.RowWritten, request.name, request.row)
             request.scheduled_once = True
 
-    def _inputs(self, plan: list[tuple[_Request, int]]) -> None:
+    def _inputs(self, plan: list[tuple[ToyRequest, int]]) -> None:
         if self.runner == "v1":
             plan.sort(key=lambda item: item[0].row or 0)
         else:
@@ -261,7 +230,7 @@ class _Engine:
             )
             self.now += int((0.9 + forward) * MS)
 
-    def _sample(self, plan: list[tuple[_Request, int]]) -> None:
+    def _sample(self, plan: list[tuple[ToyRequest, int]]) -> None:
         for request, count in plan:
             request.computed += count
             for index in range(request.computed // self.block_size):
@@ -281,130 +250,3 @@ class _Engine:
                 request.blocks = []
                 self.emit(ev.RequestFinished, request.name, "length")
             self.emit(ev.OutputDelivered, request.name, (token,), PIECES[token], request.reason)
-
-    def snapshot(self) -> Snapshot:
-        views = tuple(self._request_view(r) for r in self.arrived)
-        blocks = tuple(BlockView(i, len(o), tuple(o), self.hashes[i]) for i, o in enumerate(self.owners))
-        persistent = tuple(tuple(r.blocks) if r else () for r in self.rows)
-        rows = tuple(RowView(i, r.name if r else None, self._cells(r)) for i, r in enumerate(self.rows))
-        running = tuple(r.name for r in self.requests if r.scheduled_once and not r.reason)
-        return Snapshot(
-            self.step_number,
-            self.runner,
-            self.loop,
-            self.now,
-            views,
-            tuple(r.name for r in self.arrived if not r.scheduled_once),
-            running,
-            rows,
-            BlockTablesView(persistent, tuple(self.idx), self.gathered),
-            self.inputs,
-            PoolView(
-                self.block_size,
-                blocks,
-                tuple(self.free),
-                sum(len(r.prompt) for r in self.requests if r.scheduled_once),
-                self.hits,
-            ),
-            (InFlightView(self.step_number, running),) if self.loop == "overlapped" and self.step_number else (),
-        )
-
-    def _request_view(self, r: _Request) -> RequestView:
-        status: Any = "finished" if r.reason else "running" if r.scheduled_once else "waiting"
-        return RequestView(
-            r.name, status, r.prompt, tuple(r.out), r.computed, r.cached, 0, 0, 0, tuple(r.blocks), r.reason
-        )
-
-    def _cells(self, r: _Request | None) -> dict[str, int | float | None]:
-        if r is None:
-            return {}
-        last = r.out[-1] if r.out else None
-        sampling: dict[str, int | float | None] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-        if self.runner == "v1":
-            return {
-                "num_tokens": len(r.tokens),
-                "num_prompt_tokens": len(r.prompt),
-                "num_computed_tokens": r.computed,
-                "last_token": last,
-                **sampling,
-            }
-        return {
-            "total_len": len(r.tokens),
-            "prompt_len": len(r.prompt),
-            "prefill_len": len(r.prompt),
-            "num_computed_tokens": r.computed,
-            "num_computed_tokens_np": r.computed,
-            "last_sampled_token": last,
-            **sampling,
-            "seed": 0,
-        }
-
-
-def make_recording(
-    runners: Sequence[Any] = ("v1", "v2"),
-    requests: int = 4,
-    blocks: int = 64,
-    steps: int = 6,
-    block_size: int = 4,
-    budget: int | None = None,
-    rows: int | None = None,
-    loop: Any = "plain",
-    prompt_len: int = 6,
-    max_tokens: int = 6,
-) -> Recording:
-    """A run of `steps` steps.
-
-    Requests 0 and 2 share their prompt's beginning, 2 comes in step 3; 1 finishes in step 2; a pause before step 4.
-    """
-    recording = Recording(
-        {
-            "model": "made by hand",
-            "device": "cpu",
-            "kernel_backend": "torch",
-            "commit": "0" * 12,
-            "date": "2026-01-01",
-            "config": {},
-        },
-        token_text=dict(enumerate(PIECES)),
-    )
-    engines: dict[Any, _Engine] = {}
-    for runner in runners:
-        made = []
-        for i in range(requests):
-            start = 0 if i in (0, 2) else i
-            prompt = tuple((start * 3 + k) % len(PIECES) for k in range(prompt_len + i % 3))
-            made.append(_Request(request_name(i), prompt, 2 if i == 1 else max_tokens + i, arrives=3 if i == 2 else 1))
-        engines[runner] = _Engine(runner, made, blocks, block_size, budget or 4 * requests, rows or requests + 2, loop)
-        for i, request in enumerate(made):
-            recording.prompts[request.name] = "".join(PIECES[t] for t in request.prompt)
-            recording.colors[request.name] = COLORS[i % len(COLORS)]
-    before = {name: engine.snapshot() for name, engine in engines.items()}
-    ends: dict[str, int] = {}
-    for number in range(1, steps + 1):
-        done = {}
-        for name, engine in engines.items():
-            if number == 4:
-                engine.now += 40 * MS  # the session paused here
-            events, begin, end = engine.step()
-            after = engine.snapshot()
-            pauses = ((ends[name], begin),) if number == 4 else ()
-            done[name] = RunnerStep(name, number, after, before[name], events, "output", begin, end, pauses)
-            before[name], ends[name] = after, end
-        recording.append(done)
-    return recording
-
-
-def make_record(
-    runners: Sequence[Any] = ("v1", "v2"), requests: int = 4, blocks: int = 64, steps: int = 6, **kwargs: Any
-) -> StepRecord:
-    """The last step of `make_recording(...)`; with `steps=0` the state before the first step."""
-    if steps == 0:
-        recording = make_recording(runners, requests, blocks, 1, **kwargs)
-        return recording.start({name: done.before for name, done in recording.steps[0].runners.items()})
-    return make_recording(runners, requests, blocks, steps, **kwargs).steps[-1]
-
-
-def with_events(record: StepRecord, runner: str, *events: ev.Event) -> StepRecord:
-    """`record` with `events` added to what `runner` did in it."""
-    done = record.runners[runner]
-    return replace(record, runners={**record.runners, runner: replace(done, events=(*done.events, *events))})
