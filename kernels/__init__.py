@@ -19,6 +19,7 @@ from kernels.bincount import bincount
 from kernels.block_attention import block_attention
 from kernels.combine_tokens import combine_sampled_and_draft_tokens, expand_idx_mapping
 from kernels.dispatch import FORMS, resolve_form
+from kernels.embedding import embedding
 from kernels.finish_step import OutputPlaces, SampledStep, StateRows, finish_step
 from kernels.flatten_sampled import flatten_sampled
 from kernels.gather_block_tables import gather_block_tables
@@ -83,6 +84,7 @@ __all__ = [
     "compute_slot_mappings",
     "decode_attention",
     "draft_noise_positions",
+    "embedding",
     "expand_idx_mapping",
     "finish_step",
     "flatten_sampled",

@@ -6,7 +6,7 @@ import torch
 
 from kernels.dispatch import check_tensors, resolve_form, segment_of
 from kernels.slot_mappings import PAD_SLOT_ID
-from kernels.triton_support import launch, tl, triton
+from kernels.triton_support import begin_behind, can_launch_early, launch, tl, triton
 
 
 class DraftInputs(NamedTuple):
@@ -115,6 +115,7 @@ def prepare_draft_inputs(
             mask_token_id,
             form=form,
             num_warps=1,
+            pdl=can_launch_early(form, out.input_ids),
             NUM_QUERY=num_query,
             BLOCK_SIZE=block_size,
             PAD=PAD_SLOT_ID,
@@ -233,12 +234,14 @@ def _prepare_draft_inputs_kernel(
     num_tokens_padded,
     max_model_len,
     mask_token_id,
+    PDL: tl.constexpr,
     NUM_QUERY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    begin_behind(PDL)
     req = tl.program_id(0)
     if req == num_reqs_padded:
         for done in range(tl.load(query_start_loc_ptr + num_reqs), num_tokens_padded, BLOCK):

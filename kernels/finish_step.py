@@ -8,7 +8,7 @@ from kernels.dispatch import check_tensors, resolve_form
 from kernels.post_update import append_tokens, get_num_sampled_and_rejected, post_update
 from kernels.rejection import Race
 from kernels.rejection_draw import best_of_tiles
-from kernels.triton_support import launch, tl, triton
+from kernels.triton_support import begin_behind, can_launch_early, launch, tl, triton
 
 
 class SampledStep(NamedTuple):
@@ -98,9 +98,7 @@ def finish_step(
     num_rejected = get_num_sampled_and_rejected(
         num_sampled, step.seq_lens, step.cu_num_logits, step.idx_mapping, rows.prefill_len, form=form
     )
-    post_update(
-        step.idx_mapping, *rows[:4], sampled, num_sampled, num_rejected, step.query_start_loc, form=form
-    )
+    post_update(step.idx_mapping, *rows[:4], sampled, num_sampled, num_rejected, step.query_start_loc, form=form)
     outputs = [(places.sampled, sampled), (places.num_sampled, num_sampled)]
     if places.confidences is not None and places.confidence_rows is not None:
         outputs.append((places.confidences, places.confidence_rows[step.idx_mapping.long()]))
@@ -149,6 +147,7 @@ def _launch(
         places.confidence_rows,
         form=form,
         num_warps=1,  # whose one instruction reads the turn for all of a program, before its arrival is counted
+        pdl=can_launch_early(form, step.sampled),
         WIDTH=width,
         BLOCK=1 << (width - 1).bit_length(),
         TILES=1 << max(num_tiles - 1, 0).bit_length(),
@@ -186,12 +185,14 @@ def _finish_step_kernel(
     count_place_stride,
     confidence_place_ptr,
     confidence_rows_ptr,
+    PDL: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     CONFIDENCES: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    begin_behind(PDL)
     req = tl.program_id(0).to(tl.int64)
     turn = tl.load(turn_ptr)
     # Nothing that follows has to wait for the count, which says who was the last to read the turn.

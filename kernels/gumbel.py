@@ -10,7 +10,7 @@ import torch
 from kernels.dispatch import check_tensors, resolve_form
 from kernels.gumbel_triton import chunk_kernel
 from kernels.noise import LANES, MIN_UNIFORM, Purpose, gumbel_noise, log_exponential, word_of
-from kernels.triton_support import launch
+from kernels.triton_support import can_launch_early, launch
 
 # Of chunk_kernel: 16 logits a thread and step. Further steps share what a program does once, while there are programs
 # enough: four of 64 registers a thread fit on each of an H200's 132 SMs, so that 512 run all at once.
@@ -100,6 +100,7 @@ def gumbel_sample(
         form=form,
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
+        pdl=can_launch_early(form, logits),
         ALL_GREEDY=all_greedy,
         APPLY_TEMPERATURE=apply_temperature,
         MIN_UNIFORM=MIN_UNIFORM,

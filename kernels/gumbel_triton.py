@@ -4,7 +4,7 @@ With two logarithms a logit its instructions took longer than reading the logits
 """
 
 from kernels.noise import LN2, log2_bound_triton, log2_exponential_triton, philox_triton
-from kernels.triton_support import tl, triton
+from kernels.triton_support import begin_behind, tl, triton
 
 
 # A stride that is known to be a multiple of 16 would give a thread 4 neighbouring logits, and their noise to another.
@@ -23,6 +23,7 @@ def chunk_kernel(
     chunk_argmax_ptr,
     counters_ptr,
     sampled_ptr,
+    PDL: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
     APPLY_TEMPERATURE: tl.constexpr,
     MIN_UNIFORM: tl.constexpr,
@@ -37,6 +38,7 @@ def chunk_kernel(
     Of each lane the four tokens of a counter with the largest bound are then scored; should another bound of a lane
     exceed the best of these scores, which is rare, all are scored. So a choice is exact.
     """
+    begin_behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride

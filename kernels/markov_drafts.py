@@ -222,7 +222,7 @@ def _launch(
                 num_reqs, num_drafts, n,
                 RANK=rank, BLOCK_J=max(16, 1 << (rank - 1).bit_length()), BLOCK_K=32, BLOCK_T=256,
                 IS_RNN=head.kind == "rnn", FIRST=n == 0,
-                form=form, pdl=pdl, PDL=pdl,
+                form=form, pdl=pdl,
             )  # fmt: skip
         launch(
             score_kernel, (num_tiles + 1, row_blocks), *before, base_logits, head.w1, head.w2, latents,
@@ -231,11 +231,11 @@ def _launch(
             confidence.bias if confidence else None, logits, tokens, num_reqs, num_drafts, vocab_size, n,
             num_warps=num_warps, RANK=rank, BLOCK_R=block_r, BLOCK_V=block_v,
             BLOCK_K=max(16, min(block_k, 1 << (rank - 1).bit_length())), BLOCK_T=block_t, BLOCK_D=256,
-            UPCAST=form == "interpret", FIRST=n == 0, form=form, pdl=pdl, PDL=pdl,
+            UPCAST=form == "interpret", FIRST=n == 0, form=form, pdl=pdl,
         )  # fmt: skip
     launch(
         last_token_kernel, (num_reqs,), maxima, argmaxima, num_tiles, tokens, num_reqs, num_drafts, BLOCK_T=256,
-        num_warps=1, form=form, pdl=pdl, PDL=pdl,
+        num_warps=1, form=form, pdl=pdl,
     )  # fmt: skip
 
 

@@ -91,7 +91,6 @@ def markov_logits(
         form=form,
         num_warps=4 if num_reqs == 1 else 8,
         pdl=few and can_launch_early(form, out),
-        PDL=few and can_launch_early(form, out),
         RANK=rank,
         BLOCK_R=block_r,
         BLOCK_V=256,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.triton_support import launch, tl, triton
+from kernels.triton_support import begin_behind, can_launch_early, launch, tl, triton
 
 NO_DRAFT = -1
 
@@ -82,6 +82,7 @@ def mask_drafts(
             kept_tokens,
             0 if kept_tokens is None else kept_tokens.stride(0),
             form=form,
+            pdl=can_launch_early(form, tokens),
             num_warps=1,
             NUM_DRAFTS=num_drafts,
             NONE=NO_DRAFT,
@@ -140,10 +141,12 @@ def _mask_drafts_kernel(
     kept_stride,
     kept_tokens_ptr,
     kept_tokens_stride,
+    PDL: tl.constexpr,
     NUM_DRAFTS: tl.constexpr,
     NONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    begin_behind(PDL)
     req = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     mask = n < NUM_DRAFTS

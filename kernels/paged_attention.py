@@ -72,9 +72,7 @@ def decode_attention(
                 if int(seq_lens[i]) > 0:
                     out[i] = attend_loop(q[i], kv_cache, block_table[i], int(seq_lens[i])).flatten()
         return out
-    _launch(
-        qkv, kv_cache, block_table, seq_lens, slot_mapping, rotation, num_reqs, counters, out, form, start_early
-    )
+    _launch(qkv, kv_cache, block_table, seq_lens, slot_mapping, rotation, num_reqs, counters, out, form, start_early)
     return out
 
 
@@ -132,7 +130,6 @@ def _launch(
         num_warps=1,
         num_stages=2,
         pdl=early,
-        PDL=early,
         UPCAST=form == "interpret",
         GROUP=group,
         GROUP_PAD=group_pad,

@@ -1,7 +1,7 @@
 """Kernels 27 and 28 of rejection.py, as Triton compiles them: the token behind the accepted drafts."""
 
 from kernels.noise import LN2, log2_exponential_triton, philox_triton
-from kernels.triton_support import tl, triton
+from kernels.triton_support import begin_behind, tl, triton
 
 
 @triton.jit
@@ -10,10 +10,11 @@ def draw_kernel(
     logits_ptr, logits_stride, vocab_size, draft_logits_ptr, draft_stride, draft_index_stride,
     positions_ptr, temperature_ptr, seeds_ptr, target_lse_ptr, draft_lse_ptr, prefix_ptr, num_drafts_ptr,
     num_sampled_ptr, tile_max_ptr, tile_argmax_ptr,
-    ALL_GREEDY: tl.constexpr, FLOOR: tl.constexpr, LOG_FLOOR: tl.constexpr, MIN_UNIFORM: tl.constexpr,
-    LANES: tl.constexpr, SAMPLE: tl.constexpr, RESAMPLE: tl.constexpr,
+    PDL: tl.constexpr, ALL_GREEDY: tl.constexpr, FLOOR: tl.constexpr, LOG_FLOOR: tl.constexpr,
+    MIN_UNIFORM: tl.constexpr, LANES: tl.constexpr, SAMPLE: tl.constexpr, RESAMPLE: tl.constexpr,
 ):  # fmt: skip
     """27: the best of a tile by Gumbel-max, of the residual behind a rejected draft, else of the target."""
+    begin_behind(PDL)
     req = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     accepted = tl.load(num_sampled_ptr + req) - 1
@@ -72,9 +73,11 @@ def draw_kernel(
 
 @triton.jit
 def insert_kernel(
-    tile_max_ptr, tile_argmax_ptr, num_tiles, sampled_ptr, sampled_stride, num_sampled_ptr, TILES: tl.constexpr
+    tile_max_ptr, tile_argmax_ptr, num_tiles, sampled_ptr, sampled_stride, num_sampled_ptr, PDL: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """28: the token of the best tile behind the accepted drafts."""
+    begin_behind(PDL)
     req = tl.program_id(0).to(tl.int64)
     winner = best_of_tiles(req, tile_max_ptr, tile_argmax_ptr, num_tiles, TILES)
     tl.store(sampled_ptr + req * sampled_stride + tl.load(num_sampled_ptr + req) - 1, winner)

@@ -1,7 +1,7 @@
 """Kernels 23 to 26 of rejection.py, as Triton compiles them: which drafts are accepted."""
 
 from kernels.noise import philox_triton
-from kernels.triton_support import tl, triton
+from kernels.triton_support import begin_behind, tl, triton
 
 
 @triton.jit
@@ -19,9 +19,10 @@ def block_stats_kernel(
     idx_mapping_ptr, cu_num_logits_ptr, token_ids_ptr, max_drafts,
     logits_ptr, logits_stride, vocab_size, draft_logits_ptr, draft_stride, draft_index_stride,
     target_max_ptr, target_sum_ptr, draft_max_ptr, draft_sum_ptr, argmax_ptr, num_blocks,
-    ALL_GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, ALL_GREEDY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """23: maximum, argmax and sum of exponentials of a block of the vocabulary, for a draft's two rows of logits."""
+    begin_behind(PDL)
     req = tl.program_id(0) // max_drafts
     k = tl.program_id(0) % max_drafts
     begin = tl.load(cu_num_logits_ptr + req)
@@ -53,11 +54,12 @@ def judge_kernel(
     target_max_ptr, target_sum_ptr, draft_max_ptr, draft_sum_ptr, argmax_ptr, num_blocks,
     target_lse_ptr, draft_lse_ptr, prefix_ptr, target_probs_ptr, draft_probs_ptr, uniforms_ptr,
     num_drafts_ptr, sampled_ptr, sampled_stride, num_sampled_ptr,
-    METHOD: tl.constexpr, DECIDE: tl.constexpr, ALL_GREEDY: tl.constexpr, DRAFTS: tl.constexpr, BLOCKS: tl.constexpr,
-    ACCEPT: tl.constexpr,
+    PDL: tl.constexpr, METHOD: tl.constexpr, DECIDE: tl.constexpr, ALL_GREEDY: tl.constexpr, DRAFTS: tl.constexpr,
+    BLOCKS: tl.constexpr, ACCEPT: tl.constexpr,
 ):  # fmt: skip
     """24, 26: p, q and u of a request's drafts and, where no residual mass is needed for it, how many are accepted.
     DRAFTS > max_drafts, as there is a row of logits more."""
+    begin_behind(PDL)
     req = tl.program_id(0).to(tl.int64)
     begin = tl.load(cu_num_logits_ptr + req).to(tl.int64)
     k = tl.arange(0, DRAFTS)
@@ -142,9 +144,10 @@ def residual_mass_kernel(
     idx_mapping_ptr, cu_num_logits_ptr, token_ids_ptr, max_drafts,
     logits_ptr, logits_stride, vocab_size, draft_logits_ptr, draft_stride, draft_index_stride,
     temperature_ptr, target_lse_ptr, draft_lse_ptr, prefix_ptr, num_drafts_ptr, block_mass_ptr, num_blocks,
-    BLOCK: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """25: what the target wants beyond what the draft has given, in a block of the vocabulary."""
+    begin_behind(PDL)
     req = tl.program_id(0) // max_drafts
     k = tl.program_id(0) % max_drafts
     state = tl.maximum(tl.load(idx_mapping_ptr + req), 0).to(tl.int64)
@@ -165,9 +168,11 @@ def residual_mass_kernel(
 def judge_block_kernel(
     idx_mapping_ptr, cu_num_logits_ptr, token_ids_ptr, max_drafts,
     temperature_ptr, prefix_ptr, block_mass_ptr, num_blocks, target_probs_ptr, draft_probs_ptr, uniforms_ptr,
-    num_drafts_ptr, sampled_ptr, sampled_stride, num_sampled_ptr, DRAFTS: tl.constexpr, BLOCKS: tl.constexpr,
+    num_drafts_ptr, sampled_ptr, sampled_stride, num_sampled_ptr, PDL: tl.constexpr, DRAFTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """26, where the residual masses had to be summed up before it."""
+    begin_behind(PDL)
     req = tl.program_id(0).to(tl.int64)
     begin = tl.load(cu_num_logits_ptr + req).to(tl.int64)
     num_drafts = tl.load(num_drafts_ptr + req)

@@ -10,7 +10,7 @@ from kernels.noise import LANES, MIN_UNIFORM, Purpose
 from kernels.rejection_draw import draw_kernel, insert_kernel
 from kernels.rejection_judge import block_stats_kernel, judge_block_kernel, judge_kernel, residual_mass_kernel
 from kernels.rejection_loop import FLOOR
-from kernels.triton_support import launch
+from kernels.triton_support import can_launch_early, launch
 
 BLOCK = 4096
 METHOD_CODES = {"standard": 0, "synthetic": 1, "block": 2}
@@ -48,13 +48,14 @@ def triton_form(
     tile_argmax = torch.empty(num_reqs, num_tiles, dtype=torch.int64, device=device)
     by_residual_mass = method == "block" and draft_logits is not None
     block_mass = torch.empty(drafts, num_blocks, device=device) if by_residual_mass else None
+    pdl = can_launch_early(form, target_logits)
     requests = (idx_mapping, cu_num_logits, token_ids, max_drafts)
     logits = (target_logits, target_logits.stride(0), vocab_size)
     draft = (draft_logits, *((0, 0) if draft_logits is None else draft_logits.stride()[:2]))
     padded = {"DRAFTS": _power_of_2(max_drafts + 1), "BLOCKS": _power_of_2(num_blocks)}
 
     def run(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constexprs: Any) -> None:
-        launch(kernel, grid, *requests, *args, form=form, num_warps=num_warps, **constexprs)
+        launch(kernel, grid, *requests, *args, form=form, num_warps=num_warps, pdl=pdl, **constexprs)
 
     run(
         block_stats_kernel, (drafts, num_blocks), *logits, *draft, *block_stats, block_argmax, num_blocks,
@@ -83,7 +84,7 @@ def triton_form(
     if insert:
         launch(
             insert_kernel, (num_reqs,), tile_max, tile_argmax, num_tiles, sampled, sampled.stride(0), num_sampled,
-            form=form, num_warps=1, TILES=_power_of_2(num_tiles),
+            form=form, num_warps=1, pdl=pdl, TILES=_power_of_2(num_tiles),
         )  # fmt: skip
     return tile_max, tile_argmax
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.triton_support import launch, tl, triton
+from kernels.triton_support import begin_behind, can_launch_early, launch, tl, triton
 
 
 def add_rms_norm(
@@ -60,6 +60,7 @@ def add_rms_norm(
         size,
         eps,
         form=form,
+        pdl=can_launch_early(form, residual),
         num_warps=max(1, min(8, block // 256)),
         BLOCK=block,
     )
@@ -76,8 +77,10 @@ def _add_rms_norm_kernel(
     out_ptr,
     size,
     eps,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    begin_behind(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < size

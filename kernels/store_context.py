@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import check_tensors, resolve_form
-from kernels.triton_support import launch, tl, triton
+from kernels.triton_support import begin_behind, can_launch_early, launch, tl, triton
 
 
 def store_context(
@@ -61,6 +61,7 @@ def store_context(
             k_norm,
             eps,
             form=form,
+            pdl=can_launch_early(form, kv),
             num_warps=1 if num_kv_heads * head_dim <= 512 else 4,
             NUM_LAYERS=num_layers,
             NUM_KV_HEADS=num_kv_heads,
@@ -124,12 +125,14 @@ def _store_context_kernel(
     cos_sin_ptr,
     k_norm_ptr,
     eps,
+    PDL: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    begin_behind(PDL)
     half: tl.constexpr = HEAD_DIM // 2
     SIZE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     token = tl.program_id(0).to(tl.int64)

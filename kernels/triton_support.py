@@ -42,16 +42,18 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     maxnreg: int | None = None,
-    pdl: bool = False,
+    pdl: bool | None = None,
     **constexprs: Any,
 ) -> None:
     """Run a `@triton.jit` kernel over `grid`: compiled for form "triton", on the CPU for form "interpret".
 
-    A thread may have `maxnreg` registers. `pdl` launches it before the kernel in front of it has ended (see
-    `can_launch_early`).
+    A thread may have `maxnreg` registers. A kernel with the constexpr PDL is told `pdl`, and where it is true launched
+    before the kernel in front of it has ended (see `can_launch_early`).
     """
     if 0 in grid:
         return
+    if pdl is not None:
+        constexprs["PDL"] = pdl
     with _LANGUAGE_LOCK:
         if form == "interpret":
             with _interpreter():
@@ -65,11 +67,21 @@ def launch(
 def can_launch_early(form: str, tensor: torch.Tensor) -> bool:
     """Whether programmatic dependent launch is possible: compiled, on Hopper or newer.
 
-    A kernel launched so calls `gdc_launch_dependents()` at once and `gdc_wait()` before it reads what earlier kernels
-    wrote or writes what they read. Before its wait it may read only what was complete when a kernel launched the
-    ordinary way began: weights, and whatever a step's embedding came after. A chain of such kernels may be waiting.
+    A kernel launched so calls `gdc_wait()` before it reads what earlier kernels wrote or writes what they read. One
+    with something to read before that calls `gdc_launch_dependents()` at once, so a chain of them may be waiting. What
+    it reads early must have been complete when a kernel began that was launched the ordinary way, or that starts with
+    `begin_behind`: weights, and whatever a step's embedding came after.
     """
     return form == "triton" and _capability(tensor.device) >= 9
+
+
+@triton.jit
+def begin_behind(PDL: tl.constexpr):
+    """How a kernel starts that may be launched early and reads nothing early: all before it is complete, and the next
+    one may be on its way."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @cache

@@ -99,9 +99,10 @@ def launch_verification(
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     tiles = _tiles(num_reqs, num_kv_heads, per_query, max_query_len, block_d)
     out = qkv.new_empty(num_rows, num_heads * head_dim)
+    rows = 1 << (tiles.queries * per_query - 1).bit_length()
     partial = statistics = None
     if tiles.splits > 1:
-        shape = (num_reqs * tiles.groups * num_kv_heads * tiles.splits, tiles.block_m)
+        shape = (num_reqs * tiles.groups * num_kv_heads * tiles.splits, rows)
         partial = torch.empty(*shape, block_d, dtype=torch.float32, device=qkv.device)
         statistics = torch.empty(2, *shape, dtype=torch.float32, device=qkv.device)
         if counters is None:
@@ -135,7 +136,6 @@ def launch_verification(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         pdl=early,
-        PDL=early,
         UPCAST=form == "interpret",
         EACH=max_query_len if query_start_loc is None else 0,
         QUERIES=tiles.queries,
@@ -145,6 +145,7 @@ def launch_verification(
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_SIZE=kv_cache.shape[2],
+        ROWS=rows,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_Q=max(16, 1 << (max_query_len - 1).bit_length()),
@@ -183,7 +184,7 @@ def _tiles(num_reqs: int, num_kv_heads: int, per_query: int, max_query_len: int,
     pairs = num_reqs * num_kv_heads
     splits = num_splits(pairs, _MAX_SPLITS) if pairs * groups <= MAX_COUNTERS else 1
     if num_reqs <= _FEW_REQS:
-        splits = max(1, min(splits, _COMBINED // size))
+        splits = max(1, min(splits, 4, _COMBINED // size))
         return _Tiles(own, groups, splits, splits > 2, block_m, 128 if block_d <= 64 else 64, 4, 2)
     if size <= 1024:
         return _Tiles(own, groups, max(1, min(splits // 2, _COMBINED // 2 // size)), False, block_m, 32, 1, 3)

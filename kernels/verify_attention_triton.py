@@ -44,6 +44,7 @@ def verify_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -51,9 +52,10 @@ def verify_attention_kernel(
     OWN_PART: tl.constexpr,
 ):
     """See the head of this file; the grid is (Hk * GROUPS * SPLITS, requests). A request's queries are served by GROUPS
-    programs, QUERIES each; row m of a block is head m % PER_QUERY of query m // PER_QUERY of a group. With OWN_PART
-    part 0 is this step's tokens, the others are the context's; without it part 0 has both. Without query_start_loc every
-    request has EACH queries, which all see each other if they have a slot; with it a query sees those before it."""
+    programs, QUERIES each; row m of a block is head m % PER_QUERY of query m // PER_QUERY of a group;
+    of its BLOCK_M rows, as a matrix instruction takes them, ROWS may be somebody's. With OWN_PART
+    part 0 is this step's tokens, the others are the context's; without it part 0 has both. Without query_start_loc
+    every request has EACH queries, which see each other if they have a slot; with it a query sees those before it."""
     CAUSAL: tl.constexpr = query_start_loc_ptr is not None
     NUM_HEADS: tl.constexpr = PER_QUERY * NUM_KV_HEADS
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -88,7 +90,8 @@ def verify_attention_kernel(
         num_new = tl.sum(is_new.to(tl.int32), axis=0)
     if OWN_PART:
         q_cos, q_sin = _angles(cos_sin_ptr, positions_ptr, token, is_query, d, d_inside, HEAD_DIM)
-        k_cos, k_sin = _angles(cos_sin_ptr, positions_ptr, first + n, is_new & (split + n * 0 == 0), d, d_inside, HEAD_DIM)
+        is_read = is_new & (split + n * 0 == 0)
+        k_cos, k_sin = _angles(cos_sin_ptr, positions_ptr, first + n, is_read, d, d_inside, HEAD_DIM)
     # The cache holds all but this step's tokens, which part 0 adds itself.
     cached = tl.maximum(seq_len - num_new, 0)
     part = tl.cdiv(tl.cdiv(cached, SPLITS - OWN_PART), BLOCK_N) * BLOCK_N
@@ -115,7 +118,7 @@ def verify_attention_kernel(
         for idle in range(owned + tl.program_id(1), num_rows, num_reqs):
             idle_ptr = out_ptr + idle * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
             tl.store(idle_ptr, tl.zeros([BLOCK_M, BLOCK_D], STORED), mask=is_own & d_inside[None, :])
-        if not CAUSAL:
+        if not CAUSAL:  # noqa: SIM102, Triton must leave the inner one out
             if seq_len <= 0:
                 tl.store(out_row_ptr, tl.zeros([BLOCK_M, BLOCK_D], STORED), mask=inside_out)
     if (queries <= group * QUERIES) | (seq_len <= 0):
@@ -167,20 +170,25 @@ def verify_attention_kernel(
         tl.store(out_row_ptr, (acc / total[:, None]).to(STORED), mask=inside_out)
     else:
         pair = (row * GROUPS + group) * NUM_KV_HEADS + kv_head
-        at = (pair * SPLITS + split) * BLOCK_M + m
-        l_ptr = statistics_ptr + num_reqs.to(tl.int64) * (GROUPS * NUM_KV_HEADS * SPLITS * BLOCK_M)
-        tl.store(partial_ptr + at[:, None] * BLOCK_D + d[None, :], acc)
-        tl.store(statistics_ptr + at, best)
-        tl.store(l_ptr + at, total)
+        at = (pair * SPLITS + split) * ROWS + m
+        l_ptr = statistics_ptr + num_reqs.to(tl.int64) * (GROUPS * NUM_KV_HEADS * SPLITS * ROWS)
+        tl.store(partial_ptr + at[:, None] * BLOCK_D + d[None, :], acc, mask=m[:, None] < ROWS)
+        tl.store(statistics_ptr + at, best, mask=m < ROWS)
+        tl.store(l_ptr + at, total, mask=m < ROWS)
         # All threads' stores come before the one thread's release.
         tl.debug_barrier()
         used = tl.cdiv(cached, tl.maximum(part, 1))
         used = used + 1 if OWN_PART else tl.maximum(used, 1)
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
             tl.store(counters_ptr + pair, 0)
-            first_part = pair * SPLITS * BLOCK_M
-            y = combine_parts(partial_ptr, statistics_ptr, l_ptr, first_part, used, d, BLOCK_M, BLOCK_D, SPLITS)
-            tl.store(out_row_ptr, y.to(STORED), mask=inside_out)
+            y = combine_parts(
+                partial_ptr, statistics_ptr, l_ptr, pair * SPLITS * ROWS, used, d, ROWS, BLOCK_D, SPLITS
+            )  # fmt: skip
+            i = tl.arange(0, ROWS)
+            own = group * QUERIES + i // PER_QUERY
+            inside_y = ((i < QUERIES * PER_QUERY) & (own < queries))[:, None] & d_inside[None, :]
+            y_ptr = out_ptr + ((first + own) * NUM_HEADS + kv_head * PER_QUERY + i % PER_QUERY)[:, None] * HEAD_DIM
+            tl.store(y_ptr + d[None, :], y.to(STORED), mask=inside_y)
 
 
 @triton.jit

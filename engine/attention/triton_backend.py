@@ -28,7 +28,7 @@ from kernels.token_rows import token_rows
 from .metadata import AttentionMetadata
 
 MAX_QUERIES = 16
-"""Most tokens a request of a batch whose requests are taken as decodes with drafts; prompts are for the prefill kernel."""
+"""Most tokens a request of a batch that is taken as decodes with drafts; prompts are for the prefill kernel."""
 MAX_TOKENS_AS_DECODES = 64
 """Beyond, reading the context once for each token costs more than its splits save."""
 

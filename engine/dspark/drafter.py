@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import max_rows, resolve_form, small_linear
+from kernels import embedding, max_rows, resolve_form, small_linear
 from kernels.draft_inputs import DraftInputs
 from kernels.markov_drafts import markov_drafts
 from kernels.store_context import store_context
@@ -117,11 +117,11 @@ class DSparkDrafter:
         """
         plan = BlockAttentionPlan(inputs.slot_mapping, block_table, inputs.seq_lens, max_seq_len)
         attend = partial(self.attention.forward, plan)
-        x = self.embed_tokens(inputs.input_ids)
         if self._fused:
+            x = embedding(inputs.input_ids, self.embed_tokens.weight, form=self.form)
             x = fused_layers(self, x, inputs.positions, attend, kv_cache, self.form)
         else:
-            rope = self.rotary_emb(inputs.positions)
+            x, rope = self.embed_tokens(inputs.input_ids), self.rotary_emb(inputs.positions)
             for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
                 x = layer(x, rope, attend, cache)
             x = self.norm(x)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from kernels import HeadRotation, add_rms_norm, max_rows, silu_mul, small_linear
+from kernels import HeadRotation, add_rms_norm, embedding, max_rows, silu_mul, small_linear
 from kernels.triton_support import TRITON_IMPORT_ERROR
 
 from ..attention.metadata import AttentionMetadata
@@ -61,7 +61,7 @@ def fused_forward(
     def attend(qkv: Tensor, cache: Tensor, rotation: HeadRotation) -> Tensor:
         return attention.forward(plan, qkv, cache, rotation)
 
-    residual = model.embed_tokens(input_ids)
+    residual = embedding(input_ids, model.embed_tokens.weight, form=attention.form)
     return fused_layers(model, residual, positions, attend, kv_cache, attention.form, layer_outputs)
 
 

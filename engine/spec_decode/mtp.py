@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from kernels import ShiftedInputs, max_rows, shift_inputs, small_linear
+from kernels import ShiftedInputs, embedding, max_rows, shift_inputs, small_linear
 from kernels.keep_drafts import keep_drafts
 
 from ..attention import allocate_kv_cache, kv_bytes_per_token
@@ -60,31 +60,29 @@ class MtpHead:
         assert step.hidden_states is not None, "an MTP head needs the target's hidden states"
         t = inputs.token_ids.shape[0]
         metadata = replace(step.metadata, slot_mapping=inputs.slot_mapping, num_tokens_padded=t)
-        embedding, hidden, positions = self.embed_tokens(inputs.token_ids), step.hidden_states[:t], step.positions[:t]
+        hidden, positions = step.hidden_states[:t], step.positions[:t]
         fused = self.target.triton_attention
         if fused is not None:
-            x = (
-                self._few_rows(embedding, hidden, fused.form)
-                if t <= max_rows(hidden)
-                else self._rows(embedding, hidden)
-            )
+            embedded = embedding(inputs.token_ids, self.embed_tokens.weight, form=fused.form)
+            x = self._few_rows(embedded, hidden, fused.form) if t <= max_rows(hidden) else self._rows(embedded, hidden)
             attend = partial(fused.forward, fused.prepare(metadata, cache))
             return fused_layers(self, x, positions, attend, cache, fused.form)
         attention = self.target.attention
         plan = attention.prepare(metadata, cache)
         rope = self.rotary_emb(positions)
-        x = self.layers[0](self._rows(embedding, hidden), rope, partial(attention.forward, plan), cache[0])
+        embedded = self.embed_tokens(inputs.token_ids)
+        x = self.layers[0](self._rows(embedded, hidden), rope, partial(attention.forward, plan), cache[0])
         attention.finish(plan, cache)
         return self.norm(x)
 
-    def _rows(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _rows(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What the layer gets, [t, d], of the embedding [t, d] of each next token and the target's hidden [t, d]."""
-        return self.h_proj.add_to(self.e_proj(self.enorm(embedding)), self.hnorm(hidden))
+        return self.h_proj.add_to(self.e_proj(self.enorm(embedded)), self.hnorm(hidden))
 
-    def _few_rows(self, embedding: torch.Tensor, hidden: torch.Tensor, form: str) -> torch.Tensor:
+    def _few_rows(self, embedded: torch.Tensor, hidden: torch.Tensor, form: str) -> torch.Tensor:
         """As `_rows`, in two launches."""
         assert self.e_proj.weight is not None and self.h_proj.weight is not None
-        x = small_linear(embedding, self.e_proj.weight, norm_weight=self.enorm.weight, eps=self.enorm.eps, form=form)
+        x = small_linear(embedded, self.e_proj.weight, norm_weight=self.enorm.weight, eps=self.enorm.eps, form=form)
         return small_linear(
             hidden, self.h_proj.weight, norm_weight=self.hnorm.weight, eps=self.hnorm.eps, residual=x, form=form
         )

@@ -175,6 +175,7 @@ KERNELS = [
                 "QUERIES": 8 // groups,
                 "GROUPS": groups,
                 "PER_QUERY": 2,
+                "ROWS": 16 // groups,
                 "BLOCK_M": 16,
                 "BLOCK_N": 32,
                 "BLOCK_Q": 16,
@@ -278,6 +279,7 @@ KERNELS = [
         )
         for rank, block_r in ((32, 1), (250, 16))
     ],
+    ("embedding", "_embedding_kernel", (I32, BF16, BF16, "i32"), {"BLOCK": 1024}),
     ("silu_mul", "_silu_mul_kernel", (BF16, "i32", BF16, "i32"), {"BLOCK": 1024}),
     (
         "linear_triton",
@@ -324,6 +326,8 @@ def test_compiles_for_hopper(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does anyway, with a warning
     kernel = getattr(import_module(f"kernels.{file}"), name)
+    if "PDL" in kernel.arg_names:
+        constexprs = {"PDL": True, **constexprs}
     runtime = [argument for argument in kernel.arg_names if argument not in constexprs]
     signature = dict(zip(runtime, types, strict=True)) | dict.fromkeys(constexprs, "constexpr")
     source = ASTSource(fn=kernel, signature={arg: signature[arg] for arg in kernel.arg_names}, constexprs=constexprs)

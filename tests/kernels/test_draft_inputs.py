@@ -200,7 +200,7 @@ def test_compiles_for_hopper(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton 3.9 does anyway, with a warning
     long = {"draft_positions_ptr", "draft_slot_mapping_ptr", "context_slot_mapping_ptr", "positions_ptr"}
     long |= {"slot_mapping_ptr", "last_sampled_ptr"}
-    constexprs = {"NUM_QUERY": 7, "BLOCK_SIZE": 16, "PAD": -1, "BLOCK_Q": 8, "BLOCK": 256}
+    constexprs = {"PDL": True, "NUM_QUERY": 7, "BLOCK_SIZE": 16, "PAD": -1, "BLOCK_Q": 8, "BLOCK": 256}
     signature = {
         name: "constexpr" if name in constexprs else "*i64" if name in long else "*i32" if "ptr" in name else "i32"
         for name in kernel.arg_names

@@ -80,9 +80,21 @@ def test_small_linear_writes_its_result_twice(num_rows: int, form: str) -> None:
         kernels.small_linear(x, weight, copy=places, form=form)
 
 
+@pytest.mark.parametrize("form", ["loop", "torch", "interpret"])
+def test_embedding(form: str) -> None:
+    """With a row longer than one read."""
+    weight, ids = random(7, 4100), torch.tensor([3, 0, 6, 3])
+    out = kernels.embedding(ids, weight, form=form)
+    assert torch.equal(out, weight[[3, 0, 6, 3]]) and out.data_ptr() != weight.data_ptr()
+    assert torch.equal(kernels.embedding(ids.int(), weight, form=form), out)
+    assert kernels.embedding(ids[:0], weight, form=form).shape == (0, 4100)
+    with pytest.raises(ValueError, match="input_ids must be i32 or i64 and weight contiguous, got torch.int16"):
+        kernels.embedding(ids.short(), weight, form=form)
+
+
 def test_rows_up_to_which_a_model_is_faster_with_it() -> None:
-    assert [kernels.max_rows(random(1, width)) for width in (576, 1024)] == [64, 16]
-    assert kernels.max_rows(random(1, 1728), width=576) == 64
+    assert [kernels.max_rows(random(1, width)) for width in (576, 1024, 2048, 4096)] == [96, 24, 1, 0]
+    assert kernels.max_rows(random(1, 1728), width=576) == 96
 
 
 def test_strided_rows_are_read_by_their_stride() -> None:
