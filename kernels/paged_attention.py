@@ -96,6 +96,8 @@ def _launch(
     pairs = num_rows * num_kv_heads
     # The fastest of those measured on an H200, as the tile: beyond, parts cost more to combine than they save.
     splits = num_splits(pairs, 16 if pairs <= 64 else 8)
+    # What is combined lies in the registers of as few threads as can hold it.
+    block_n, num_warps = (32, 1) if splits * group_pad * block_d <= 4096 else (64, 4)
     partial = statistics = None
     if splits > 1:
         shape = (pairs * splits, group_pad)
@@ -127,7 +129,7 @@ def _launch(
         counters,
         num_reqs,
         form=form,
-        num_warps=1,
+        num_warps=num_warps,
         num_stages=2,
         pdl=early,
         UPCAST=form == "interpret",
@@ -138,7 +140,7 @@ def _launch(
         BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
         BLOCK_M=max(16, group_pad),
-        BLOCK_N=32,
+        BLOCK_N=block_n,
         SPLITS=splits,
     )
 

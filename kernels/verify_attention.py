@@ -17,9 +17,11 @@ from kernels.triton_support import can_launch_early, launch
 from kernels.verify_attention_triton import verify_attention_kernel
 
 MAX_QUERIES = 64
-_FEW_REQS, _MAX_SPLITS = 16, 32
+_VERY_FEW, _FEW = 2, 16
+"""Requests."""
+_MAX_SPLITS = 32
 _COMBINED = 8192
-"""Elements that the program which combines the parts of a context holds at once: 64 a thread of four warps."""
+"""Elements that the program which combines the parts of a context holds at most: 64 a thread of four warps."""
 _MAX_ROWS = 128
 """Heads of queries that one program serves."""
 
@@ -170,20 +172,25 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(num_reqs: int, num_kv_heads: int, per_query: int, max_query_len: int, block_d: int) -> _Tiles:
-    """The fastest of those measured on an H200.
+    """The fastest of those measured on an H200, in place, with SmolLM2's heads.
 
-    With few requests what counts is how little a program has to do one after the other: 16 rows of heads, the least
-    that a matrix instruction takes. With many, how often a context is read.
+    With few requests what counts is how little a program has to do one after the other: a query alone by one warp, or
+    the 16 rows of heads that a matrix instruction takes at least. With many, how often a context is read.
     """
     # A power of two, so that there are few kernels.
     queries = 1 << (max_query_len - 1).bit_length()
-    own = min(max((16 if num_reqs <= _FEW_REQS else _MAX_ROWS) // per_query, 1), queries)
+    most = 1 if num_reqs <= _VERY_FEW else 16 // per_query if num_reqs <= _FEW else _MAX_ROWS // per_query
+    own = min(max(most, 1), queries)
     groups = -(-queries // own)
     block_m = max(16, 1 << (own * per_query - 1).bit_length())
     size = block_m * block_d
     pairs = num_reqs * num_kv_heads
     splits = num_splits(pairs, _MAX_SPLITS) if pairs * groups <= MAX_COUNTERS else 1
-    if num_reqs <= _FEW_REQS:
+    if num_reqs <= _VERY_FEW:
+        parts, block_n = (16, 32) if queries <= 2 else (8, 64)
+        splits = max(1, min(splits, parts, _COMBINED // 2 // (block_d << (per_query - 1).bit_length())))
+        return _Tiles(own, groups, splits, splits > 2, block_m, block_n, 1, 2)
+    if num_reqs <= _FEW:
         splits = max(1, min(splits, 4, _COMBINED // size))
         return _Tiles(own, groups, splits, splits > 2, block_m, 128 if block_d <= 64 else 64, 4, 2)
     if size <= 1024:

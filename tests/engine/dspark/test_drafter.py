@@ -1,7 +1,6 @@
 """The paged form: golden rounds, batches, chunked prompts, shared blocks, rejected tokens, no host wait."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,6 @@ from engine.dspark.target import prefill_with_hidden
 from engine.models import load_model
 from engine.spec_decode import NO_DRAFT
 from kernels import paged_attention
-from kernels.paged_attention_triton import decode_attention_kernel
-from kernels.triton_support import triton
 from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
 from tests.engine.dspark.launches import count_launches
 from tests.engine.dspark.paged import BLOCK_SIZE, MAX_LEN, PagedLoop, Request
