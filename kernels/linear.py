@@ -13,15 +13,14 @@ _HELD = 384
 """Weights that a thread holds at most."""
 
 
-def max_rows(x: torch.Tensor, width: int | None = None) -> int:
-    """Rows of x [t, d] up to which a model of hidden size `width` (None: d) is faster with small_linear; 0 is never.
+def max_rows(x: torch.Tensor, hidden_size: int) -> int:
+    """Rows of tensors like x up to which a model of that hidden size is faster with small_linear; 0 is never.
 
     Measured on an H200 with whole layers of SmolLM2-135M (96 rows 29.0 µs for torch's 34.3, 128 rows the same),
     Qwen3-0.6B (24 rows 47.8 for 50.0), hidden size 2048 (1 row 40.7 for 53.0, 8 rows 99 for 57) and 4096 (1 row 142 for
     132). In float32, which a GPU's matrix instructions do not take as it is, a GPU has one row only.
     """
-    width = x.shape[1] if width is None else width
-    rows = 96 if width < 1024 else 24 if width < 2048 else 1 if width < 4096 else 0
+    rows = 96 if hidden_size < 1024 else 24 if hidden_size < 2048 else 1 if hidden_size < 4096 else 0
     return min(rows, 1) if x.is_cuda and x.dtype == torch.float32 else rows
 
 

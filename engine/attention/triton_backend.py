@@ -18,7 +18,6 @@ from kernels import (
     MAX_COUNTERS,
     HeadRotation,
     decode_attention,
-    max_rows,
     prefill_attention,
     store_kv,
     verify_attention,
@@ -101,14 +100,18 @@ class TritonAttention:
         )
 
     def forward(
-        self, plan: TritonAttentionPlan, qkv: Tensor, kv_cache: Tensor, rotation: HeadRotation | None = None
+        self,
+        plan: TritonAttentionPlan,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        rotation: HeadRotation | None = None,
+        start_early: bool = False,
     ) -> Tensor:
         """See :meth:`engine.attention.backend.AttentionBackend.forward`.
 
-        With ``rotation`` qkv comes as the projection made it, and norm and RoPE of its heads are part of the launch.
+        With ``rotation`` qkv comes as the projection made it, and norm and RoPE of its heads are part of the launch,
+        which may ``start_early`` (see kernels.decode_attention) where it is the only one.
         """
-        # Beside torch's projections, which larger batches use, an early start only takes room from them.
-        start_early = qkv.shape[0] <= max_rows(qkv)
         if plan.fused:
             return self._decode(plan, qkv, kv_cache, rotation, None, start_early)
         if plan.is_verification:

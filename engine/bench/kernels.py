@@ -202,7 +202,7 @@ def bench_projection(
             kernels.small_linear(x, weight, **options)
 
     bench.time(batch, f"torch.mm: {name}", run_torch, weights[0].nbytes, len(weights))
-    if x.shape[0] <= kernels.max_rows(x):
+    if x.shape[0] <= kernels.max_rows(x, bench.config.hidden_size):
         bench.time(batch, f"small_linear: {name}", run_small, weights[0].nbytes, len(weights))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import MAX_COUNTERS, HeadRotation, block_attention, max_rows
+from kernels import MAX_COUNTERS, HeadRotation, block_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,14 @@ class BlockAttention:
         self._counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
     def forward(
-        self, plan: BlockAttentionPlan, qkv: Tensor, kv_cache: Tensor, rotation: HeadRotation | None = None
+        self,
+        plan: BlockAttentionPlan,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        rotation: HeadRotation | None = None,
+        start_early: bool = False,
     ) -> Tensor:
-        """Store K and V of the queries in their slots, then attend.
+        """Store K and V of the queries in their slots and attend; ``start_early`` as in kernels.decode_attention.
 
         Args:
             qkv: [r * Q, (Hq + 2 Hk) * D], normed and rotated, or as projected with ``rotation``; may be changed.
@@ -45,5 +50,5 @@ class BlockAttention:
         """
         return block_attention(
             qkv, kv_cache, plan.block_table, plan.seq_lens, plan.slot_mapping, rotation, max_seq_len=plan.max_seq_len,
-            counters=self._counters, start_early=qkv.shape[0] <= max_rows(qkv), form=self.form,
+            counters=self._counters, start_early=start_early, form=self.form,
         )  # fmt: skip

@@ -8,6 +8,7 @@ them is one kernel each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,8 +26,8 @@ from .rope import RotaryEmbedding
 if TYPE_CHECKING:
     from .decoder import CausalLM, DecoderLayer
 
-Attend = Callable[[Tensor, Tensor, HeadRotation], Tensor]
-"""The backend's forward for this step: (qkv, the layer's kv_cache, rotation) -> attention output."""
+Attend = Callable[[Tensor, Tensor, HeadRotation, bool], Tensor]
+"""The backend's forward for this step: (qkv, the layer's kv_cache, rotation, start_early) -> attention output."""
 
 
 MAX_HEAD_ROWS = 8
@@ -58,10 +59,8 @@ def fused_forward(
     """As :meth:`engine.models.decoder.CausalLM.forward`; may be captured in a CUDA graph."""
     plan = attention.prepare(metadata, kv_cache)
 
-    def attend(qkv: Tensor, cache: Tensor, rotation: HeadRotation) -> Tensor:
-        return attention.forward(plan, qkv, cache, rotation)
-
     residual = embedding(input_ids, model.embed_tokens.weight, form=attention.form)
+    attend = partial(attention.forward, plan)
     return fused_layers(model, residual, positions, attend, kv_cache, attention.form, layer_outputs)
 
 
@@ -78,7 +77,7 @@ def fused_layers(
     branch = None
     if layer_outputs is not None:
         layer_outputs.record(-1, residual)
-    few = residual.shape[0] <= max_rows(residual)
+    few = residual.shape[0] <= max_rows(residual, residual.shape[1])
     for i, (layer, cache) in enumerate(zip(model.layers, kv_cache.unbind(0), strict=True)):
         rotation = _rotation(layer, model, positions)
         if few:
@@ -98,7 +97,7 @@ def fused_logits(model: CausalLM, hidden: Tensor, form: str) -> Tensor:
 
 def head_logits(weight: Tensor, hidden: Tensor, form: str) -> Tensor:
     """Logits f32 [l, V] of hidden states [l, hidden] by an output head's weight [V, hidden]."""
-    if hidden.shape[0] <= min(MAX_HEAD_ROWS, max_rows(hidden)):
+    if hidden.shape[0] <= min(MAX_HEAD_ROWS, max_rows(hidden, hidden.shape[1])):
         return small_linear(hidden, weight, out_dtype=torch.float32, form=form)
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -129,7 +128,7 @@ def _few_rows(
     qkv = small_linear(
         residual, _weight(attn.qkv_proj), norm_weight=norm.weight, eps=norm.eps, bias=attn.qkv_proj.bias, form=form
     )
-    out = attend(qkv, cache, rotation)
+    out = attend(qkv, cache, rotation, True)
     small_linear(out, _weight(attn.o_proj), bias=attn.o_proj.bias, residual=residual, form=form)
     norm = layer.post_attention_layernorm
     gated = small_linear(
@@ -151,7 +150,8 @@ def _many_rows(
     attn, mlp = layer.self_attn, layer.mlp
     norm = layer.input_layernorm
     x = add_rms_norm(branch, residual, norm.weight, norm.eps, form=form)
-    branch = attn.o_proj(attend(attn.qkv_proj(x), cache, rotation))
+    # Beside torch's projections an early start only takes room from them.
+    branch = attn.o_proj(attend(attn.qkv_proj(x), cache, rotation, False))
     norm = layer.post_attention_layernorm
     x = add_rms_norm(branch, residual, norm.weight, norm.eps, form=form)
     return mlp.down_proj(silu_mul(mlp.gate_up_proj(x), form=form))

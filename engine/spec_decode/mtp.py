@@ -64,7 +64,8 @@ class MtpHead:
         fused = self.target.triton_attention
         if fused is not None:
             embedded = embedding(inputs.token_ids, self.embed_tokens.weight, form=fused.form)
-            x = self._few_rows(embedded, hidden, fused.form) if t <= max_rows(hidden) else self._rows(embedded, hidden)
+            is_few = t <= max_rows(hidden, hidden.shape[1])
+            x = self._few_rows(embedded, hidden, fused.form) if is_few else self._rows(embedded, hidden)
             attend = partial(fused.forward, fused.prepare(metadata, cache))
             return fused_layers(self, x, positions, attend, cache, fused.form)
         attention = self.target.attention

@@ -7,10 +7,10 @@ import torch
 
 from engine.attention import allocate_kv_cache
 from engine.attention.triton_backend import TritonAttention
-from engine.models import load_model
+from engine.models import fused, load_model
 from engine.models.decoder import CausalLM
-from engine.models.fused import fused_forward, fused_logits
-from kernels import paged_attention
+from engine.models.fused import fused_forward, fused_layers, fused_logits
+from kernels import max_rows, paged_attention
 from tests.engine.attention.batches import make_batch
 
 NAMES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
@@ -51,6 +51,8 @@ def logits_of(model: CausalLM, attention: TritonAttention | None, steps: tuple[l
 def test_equals_the_layers(form: str, name: str, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "interpret":  # of 32 programs a context, nearly all would find nothing to read in contexts this short
         monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)
+    # Of a larger model, so that both ways through a layer are taken.
+    monkeypatch.setattr(fused, "max_rows", lambda x, hidden_size: min(16, max_rows(x, hidden_size)))
     device = torch.device("cuda" if form == "triton" else "cpu")
     model = load_model(name, dtype=torch.float32, device=device, load_format="dummy", skip_tokenizer_init=True).model
     model.triton_attention = None
@@ -59,3 +61,27 @@ def test_equals_the_layers(form: str, name: str, steps: str, monkeypatch: pytest
     expected, got = logits_of(model, None, STEPS[steps]), logits_of(model, attention, STEPS[steps])
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize(("num_rows", "early"), [(16, True), (17, False)])
+def test_attention_starts_early_behind_our_own_projections(
+    num_rows: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And behind no others, however wide qkv is."""
+    monkeypatch.setattr(fused, "max_rows", lambda x, hidden_size: 16)
+    cpu = torch.device("cpu")
+    model = load_model(
+        "tiny-qwen3", dtype=torch.float32, device=cpu, load_format="dummy", skip_tokenizer_init=True
+    ).model
+    heads, head_dim = model.config.num_attention_heads, model.config.head_dim
+    seen = []
+
+    def attend(qkv: torch.Tensor, cache: torch.Tensor, rotation: object, start_early: bool) -> torch.Tensor:
+        seen.append(start_early)
+        return qkv[:, : heads * head_dim].contiguous()
+
+    cache = allocate_kv_cache(model.config, 2, 8, torch.float32, cpu)
+    hidden = torch.ones(num_rows, model.config.hidden_size)
+    with torch.inference_mode():
+        fused_layers(model, hidden, torch.arange(num_rows), attend, cache, "torch")
+    assert seen == [early] * model.config.num_hidden_layers
