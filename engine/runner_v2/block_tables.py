@@ -13,7 +13,7 @@ from kernels import compute_slot_mappings, gather_block_tables
 
 from ..device import Device
 from ..graphs import GraphPool
-from .buffers import StagedWriteTensor
+from .buffers import StagedWrites
 from .row_ends import RowEnds
 
 
@@ -32,7 +32,8 @@ class BlockTables:
         rows = max_num_reqs + 1  # the last one is the padding's, and stays empty
         self._form = form
         # [R, B] i32: the truth
-        self.block_table = StagedWriteTensor(device, (rows, max_blocks), torch.int32, form)
+        self._writes = StagedWrites(device, form, {"block_table": (rows, max_blocks)})
+        self.block_table = self._writes.tables["block_table"]
         # [R] i32
         self.num_blocks = RowEnds(device, self.block_table.gpu, ring_depth, form)
         # [R, B] i32: row i is batch position i; its address never changes
@@ -58,7 +59,7 @@ class BlockTables:
         self.num_blocks.capture(pool)
 
     def apply_staged_writes(self) -> bool:
-        changed = self.block_table.apply("write block_table")
+        changed = self._writes.apply("write block_table")
         return self.num_blocks.apply("write block_table") or changed
 
     def gather(self, idx_mapping: torch.Tensor, num_reqs_padded: int) -> None:

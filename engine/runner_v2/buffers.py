@@ -6,7 +6,9 @@ of a ring that is as deep as the steps in flight, and a staged write travels in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -59,46 +61,58 @@ def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class StagedWriteTensor:
-    """A device tensor [R] or [R, C] that is the truth; the host appends ragged row pieces and applies them with one
-    kernel.
+class StagedTable:
+    """A device table i32 [R] or [R, C] that is the truth, of `StagedWrites`."""
 
-    The cost of a step is that of its changes, not of the table. They travel in fresh pinned memory.
+    def __init__(self, writes: StagedWrites, gpu: torch.Tensor, begin: int) -> None:
+        self.gpu = gpu
+        self._writes, self._begin, self._width = writes, begin, gpu[0].numel()
+
+    def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
+        """Will write `values` to (row, start...). The cells of one step must not overlap."""
+        assert start + len(values) <= self._width, f"{len(values)} values do not fit behind {start} of {self._width}"
+        self._writes.stage(self._begin + row * self._width + start, values)
+
+
+class StagedWrites:
+    """Device tables whose host appends ragged row pieces and applies them, of all tables, with one kernel.
+
+    The cost of a step is that of its changes, not of the tables. They travel in one piece of fresh pinned memory. For
+    the kernel the tables are one row, for they lie behind one another.
     """
 
-    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> None:
-        self.gpu = device.zeros(*shape, dtype=dtype)
+    def __init__(self, device: Device, form: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        sizes = list(map(math.prod, shapes.values()))
+        self._flat = device.zeros(1, sum(sizes), dtype=torch.int32)
+        parts, begins = self._flat[0].split(sizes), itertools.accumulate(sizes, initial=0)
+        self.tables = {
+            name: StagedTable(self, part.view(shape), begin)
+            for (name, shape), part, begin in zip(shapes.items(), parts, begins, strict=False)
+        }
         self._device = device
         self._form = form
-        self._np_dtype = np.int64 if dtype == torch.int64 else np.int32
-        self._rows: list[int] = []
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._contents: list[int] = []
 
-    def stage(self, row: int, start: int, values: Sequence[int] | np.ndarray) -> None:
-        """Will write `values` to (row, start...). The cells of one step must not overlap."""
-        if len(values) == 0:
-            return
-        self._rows.append(row)
-        self._starts.append(start)
-        self._lengths.append(len(values))
-        self._contents.extend(values)
+    def stage(self, start: int, values: Sequence[int] | np.ndarray) -> None:
+        """As `StagedTable.stage`, at a cell of them all."""
+        if len(values):
+            self._starts.append(start)
+            self._lengths.append(len(values))
+            self._contents.extend(values)
 
     def apply(self, name: str) -> bool:
         """Kernel 1: sends what was staged; False if that was nothing. `name` says whose write it is."""
-        if not self._rows:
+        num_writes, begin = len(self._starts), len(self._contents)
+        if not num_writes:
             return False
-        # One transfer: contents, which may be wider, then rows, starts and cumulative lengths as i32.
-        num_writes, wide = len(self._rows), self._np_dtype().itemsize // 4
-        begin = len(self._contents) * wide
-        packed = np.empty(begin + 3 * num_writes + 1, dtype=np.int32)
-        packed[:begin].view(self._np_dtype)[:] = self._contents
-        packed[begin : begin + num_writes] = self._rows
+        # One transfer: contents, then rows, starts and cumulative lengths.
+        packed = np.zeros(begin + 3 * num_writes + 1, dtype=np.int32)
+        packed[:begin] = self._contents
         packed[begin + num_writes : begin + 2 * num_writes] = self._starts
-        packed[begin + 2 * num_writes] = 0
         np.cumsum(self._lengths, out=packed[begin + 2 * num_writes + 1 :])
-        self._rows, self._starts, self._lengths, self._contents = [], [], [], []
+        self._starts, self._lengths, self._contents = [], [], []
         self._device.compute.submit(name, self._launch, self._device.to_device(packed), num_writes)
         return True
 
@@ -106,4 +120,4 @@ class StagedWriteTensor:
         contents, rows, starts, cu_len = packed.split(
             (packed.shape[0] - 3 * num_writes - 1, num_writes, num_writes, num_writes + 1)
         )
-        apply_write(self.gpu, rows, starts, cu_len, contents.view(self.gpu.dtype), form=self._form)
+        apply_write(self._flat, rows, starts, cu_len, contents, form=self._form)

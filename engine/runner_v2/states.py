@@ -11,7 +11,7 @@ import torch
 
 from ..device import Device
 from ..sched_output import NewRequestData
-from .buffers import StagedWriteTensor, UvaBackedTensor, publish
+from .buffers import StagedWrites, UvaBackedTensor, publish
 
 
 class RequestState:
@@ -27,20 +27,20 @@ class RequestState:
         self.index_to_req_id: dict[int, str] = {}
         self.free_indices = list(range(max_num_reqs - 1, -1, -1))
 
-        def staged(*shape: int) -> StagedWriteTensor:
-            return StagedWriteTensor(device, shape, torch.int32, form)
-
+        self._writes = StagedWrites(
+            device, form, {"all_token_ids": (rows, max_model_len), "total_len": (rows,), "num_computed_tokens": (rows,)}
+        )
         # [R, L] i32
-        self.all_token_ids = staged(rows, max_model_len)
+        self.all_token_ids = self._writes.tables["all_token_ids"]
         # [R] i32; prefill_len >= prompt_len, and they differ after a preemption
         self.prompt_len = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
         self.prefill_len = UvaBackedTensor(device, (rows,), torch.int32, ring_depth)
         # Always inside a prompt, the padding samples nothing and its row stays as it is.
         self.prefill_len.set(self.padding_row, 1)
         # [R] i32, prompt + outputs so far
-        self.total_len = staged(rows)
+        self.total_len = self._writes.tables["total_len"]
         # [R] i32: the truth is the device's; the host has an upper bound
-        self.num_computed_tokens = staged(rows)
+        self.num_computed_tokens = self._writes.tables["num_computed_tokens"]
         self.num_computed_tokens_np = np.zeros(rows, dtype=np.int32)
         # [R, 1] i64, [R, max(N, 1)] i64, [R] i32
         self.last_sampled_tokens = device.zeros(rows, 1, dtype=torch.int64)
@@ -72,9 +72,5 @@ class RequestState:
     def apply_staged_writes(self) -> list[str]:
         """Sends what `add_request` staged; returns the names of the launches."""
         publish(self._device, "publish lengths", self.prompt_len, self.prefill_len)
-        tables = {
-            "write all_token_ids": self.all_token_ids,
-            "write total_len": self.total_len,
-            "write num_computed_tokens": self.num_computed_tokens,
-        }
-        return [name for name, table in tables.items() if table.apply(name)]
+        name = "write request states"
+        return [name] if self._writes.apply(name) else []

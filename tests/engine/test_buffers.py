@@ -14,7 +14,7 @@ from engine.graphs import Factory
 from engine.hooks import Hooks
 from engine.runner_v2 import row_ends
 from engine.runner_v2.block_tables import BlockTables
-from engine.runner_v2.buffers import StagedWriteTensor, UvaBackedTensor, publish
+from engine.runner_v2.buffers import StagedWrites, UvaBackedTensor, publish
 from engine.runner_v2.row_ends import RowEnds
 from engine.runner_v2.runner import STEPS_IN_FLIGHT
 from tests.engine.late_device import device_timing
@@ -50,23 +50,30 @@ def test_nothing_is_sent_when_nothing_changed(device: Device) -> None:
     publish(device, "publish", *tables)
     publish(device, "publish", *tables)
     assert len(device.compute._tasks) == 1
-    staged = StagedWriteTensor(device, (4, 6), torch.int32, "torch")
-    assert not staged.apply("write")
-    staged.stage(1, 0, [])
-    assert not staged.apply("write") and len(device.compute._tasks) == 1
+    writes = StagedWrites(device, "torch", {"table": (4, 6)})
+    assert not writes.apply("write")
+    writes.tables["table"].stage(1, 0, [])
+    assert not writes.apply("write") and len(device.compute._tasks) == 1
 
 
-def test_staged_writes_are_ragged_and_travel_in_copies(device: Device) -> None:
-    staged, values = StagedWriteTensor(device, (3, 5), torch.int32, "torch"), np.array([7, 8, 9], dtype=np.int32)
-    staged.stage(2, 1, values)
-    staged.stage(0, 4, [5])
-    assert staged.apply("write")
+@pytest.mark.parametrize("form", ["torch", "interpret"])
+def test_staged_writes_are_ragged_and_travel_in_copies(device: Device, form: str) -> None:
+    """Those of several tables together, in one piece of work."""
+    writes, values = StagedWrites(device, form, {"cells": (3, 5), "ends": (3,)}), np.array([7, 8, 9], dtype=np.int32)
+    cells, ends = writes.tables["cells"], writes.tables["ends"]
+    cells.stage(2, 1, values)
+    cells.stage(0, 4, [5])
+    ends.stage(2, 0, [4])
+    assert writes.apply("write") and len(device.compute._tasks) == 1
     values[:] = 0
-    staged.stage(2, 0, [6])
-    assert staged.apply("write") and not staged.apply("write")
-    assert staged.gpu.tolist() == [[0] * 5] * 3
+    cells.stage(2, 0, [6])
+    ends.stage(0, 0, [1])
+    assert writes.apply("write") and not writes.apply("write")
+    assert cells.gpu.tolist() == [[0] * 5] * 3
     device.drain()
-    assert staged.gpu.tolist() == [[0, 0, 0, 0, 5], [0] * 5, [6, 7, 8, 9, 0]]
+    assert cells.gpu.tolist() == [[0, 0, 0, 0, 5], [0] * 5, [6, 7, 8, 9, 0]] and ends.gpu.tolist() == [1, 0, 4]
+    with pytest.raises(AssertionError, match="2 values do not fit behind 4 of 5"):
+        cells.stage(0, 4, [1, 2])
 
 
 # -- rows that grow ----------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_inputs_name_their_makers_and_batches_their_rows(recorded: tuple[str, li
             e.step: e.num_reqs for e in prepared
         }
         assert {
-            "write all_token_ids", "write block_table", "prepare_prefill_inputs", "prepare_pos_seq_lens",
+            "write request states", "write block_table", "prepare_prefill_inputs", "prepare_pos_seq_lens",
             "combine_sampled_and_draft_tokens", "gather_block_tables", "compute_slot_mappings", "forward", "sample",
             "get_num_sampled_and_rejected", "post_update",
         } <= kernels  # fmt: skip

@@ -11,7 +11,7 @@ from kernels import BadWordsTables, apply_bad_words
 
 from ...device import Device
 from ...sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
-from ..buffers import StagedWriteTensor, UvaBackedTensor, publish
+from ..buffers import StagedWrites, UvaBackedTensor, publish
 from .tables import DraftRows, TokenTable, set_if_new
 
 
@@ -23,8 +23,9 @@ class BadWords:
         # [R] i32
         self.num_words = UvaBackedTensor(device, (num_rows,), torch.int32, ring_depth)
         # [R, MAX_BAD_WORDS + 1], [R, MAX_BAD_WORD_TOKENS] i32
-        self.offsets = StagedWriteTensor(device, (num_rows, MAX_BAD_WORDS + 1), torch.int32, form)
-        self.word_token_ids = StagedWriteTensor(device, (num_rows, MAX_BAD_WORD_TOKENS), torch.int32, form)
+        shapes = {"offsets": (num_rows, MAX_BAD_WORDS + 1), "word_token_ids": (num_rows, MAX_BAD_WORD_TOKENS)}
+        self._writes = StagedWrites(device, form, shapes)
+        self.offsets, self.word_token_ids = (self._writes.tables[name] for name in shapes)
         self._tables = BadWordsTables(self.num_words.gpu, self.offsets.gpu, self.word_token_ids.gpu)
 
     def add_request(self, row: int, params: SamplingParams) -> None:
@@ -38,8 +39,8 @@ class BadWords:
     def apply_staged_writes(self) -> list[str]:
         """Sends what changed; returns the names of the launches."""
         publish(self._device, "publish bad_words", self.num_words)
-        tables = {"write bad_words offsets": self.offsets, "write bad_words": self.word_token_ids}
-        return [name for name, table in tables.items() if table.apply(name)]
+        name = "write bad_words"
+        return [name] if self._writes.apply(name) else []
 
     def max_words(self, rows: np.ndarray) -> int:
         """The most words that a request of these state rows has; 0 if none uses it."""

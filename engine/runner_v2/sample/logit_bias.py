@@ -12,7 +12,7 @@ from kernels import LogitBiasTables, MaxLengths, apply_logit_bias
 
 from ...device import Device
 from ...sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
-from ..buffers import StagedWriteTensor, UvaBackedTensor, publish
+from ..buffers import StagedWrites, UvaBackedTensor, publish
 from .tables import set_if_new
 
 
@@ -21,17 +21,17 @@ class LogitBias:
         def counts() -> UvaBackedTensor:
             return UvaBackedTensor(device, (num_rows,), torch.int32, ring_depth)
 
-        def staged(width: int) -> StagedWriteTensor:
-            return StagedWriteTensor(device, (num_rows, width), torch.int32, form)
-
+        widths = {"allowed_ids": MAX_ALLOWED_TOKEN_IDS, "bias_ids": MAX_LOGIT_BIASES, "biases": MAX_LOGIT_BIASES}
+        widths["stop_ids"] = MAX_STOP_IDS
+        self._writes = StagedWrites(device, form, {name: (num_rows, width) for name, width in widths.items()})
+        tables = self._writes.tables
         self._device = device
         self._form = form
         self.num_allowed, self.num_biases, self.num_stop_ids, self.min_len = (counts() for _ in range(4))
         # [R, A], [R, B], [R, S] i32
-        self.allowed_ids, self.bias_ids = staged(MAX_ALLOWED_TOKEN_IDS), staged(MAX_LOGIT_BIASES)
-        self.stop_ids = staged(MAX_STOP_IDS)
+        self.allowed_ids, self.bias_ids, self.stop_ids = (tables[n] for n in ("allowed_ids", "bias_ids", "stop_ids"))
         # [R, B] f32, written as the i32 of the same bits
-        self.biases = staged(MAX_LOGIT_BIASES)
+        self.biases = tables["biases"]
         self._tables = LogitBiasTables(
             num_allowed=self.num_allowed.gpu,
             allowed_ids=self.allowed_ids.gpu,
@@ -58,13 +58,8 @@ class LogitBias:
     def apply_staged_writes(self) -> list[str]:
         """Sends what changed; returns the names of the launches."""
         publish(self._device, "publish logit_bias", self.num_allowed, self.num_biases, self.num_stop_ids, self.min_len)
-        tables = {
-            "write allowed_token_ids": self.allowed_ids,
-            "write logit_bias": self.bias_ids,
-            "write logit_bias values": self.biases,
-            "write stop_token_ids": self.stop_ids,
-        }
-        return [name for name, table in tables.items() if table.apply(name)]
+        name = "write logit_bias"
+        return [name] if self._writes.apply(name) else []
 
     def max_lengths(self, rows: np.ndarray) -> MaxLengths | None:
         """The longest lists that requests of these state rows have; None if they have none."""
