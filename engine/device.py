@@ -63,15 +63,15 @@ class Device:
 
     def write(self, name: str, target: torch.Tensor, array: np.ndarray) -> None:
         """Queues `target.copy_(array)`, of a fresh copy of `array`, as the work called `name`."""
-        fresh = torch.from_numpy(array.copy())
-        if self.is_cuda:
-            fresh = fresh.pin_memory()
-        self.compute.submit(name, _copy, target, fresh)
+        self.compute.submit(name, _copy, target, self._fresh(array))
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """A fresh copy of `array` on the device, shared with nobody: no step needs a barrier before `array` changes."""
-        copy = torch.from_numpy(array.copy())
-        return self.upload(copy.pin_memory() if self.is_cuda else copy)
+        return self.upload(self._fresh(array))
+
+    def _fresh(self, array: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        return host.pin_memory() if self.is_cuda else host.clone()
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """`host` as the device sees it, in stream order: a copy on CUDA (pin it), the tensor itself on a CPU."""

@@ -51,5 +51,5 @@ class SpeculationPlan:
 
 
 def default_requests(concurrency: int) -> int:
-    """At least three waves, and ten requests where there is one at a time."""
-    return concurrency * max(3, min(10, 40 // concurrency))
+    """At least three waves, and about forty requests: what is accepted of ten is the luck of ten prompts."""
+    return concurrency * max(3, 40 // concurrency)

@@ -33,7 +33,7 @@ CAPTURED_PLANS = (GREEDY, RANDOM, FILTERED)
 BUDGETED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 """Requests for which steps under a budget are captured, as there are several for each."""
 
-MIXED_REQS, MIXED_TOKENS = (16, 64), (64, 128, 256, 512, 1024, 2048)
+MIXED_REQS, MIXED_TOKENS = (16, 64), (64, 96, 128, 256, 512, 1024, 2048)
 """Sizes of captured steps for batches of any kind; the most requests come to the former."""
 LARGE_MIXED_TOKENS = (2560, 3072, 4096)
 """Further ones, for the most requests alone: all their drafts, and prompts beside them. Beyond, the device is busy for

@@ -128,7 +128,7 @@ def test_tpot_leaves_the_first_token_out_and_takes_the_middle_run() -> None:
 
 
 def test_there_are_several_waves_at_each_concurrency() -> None:
-    assert [default_requests(n) for n in (1, 8, 64, 256)] == [10, 40, 192, 768]
+    assert [default_requests(n) for n in (1, 8, 64, 256)] == [40, 40, 192, 768]
     assert all(default_requests(n) >= 3 * n for n in range(1, 300))
 
 
