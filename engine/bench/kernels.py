@@ -72,34 +72,7 @@ class Bench:
         self.lines: list[Line] = []
 
     def metadata(self, requests: int, context: int, queries: int = 1) -> AttentionMetadata:
-        """A batch of which each request has its last `queries` of `context` tokens to compute; its blocks are scattered
-        over the cache."""
-        blocks, tokens = -(-context // BLOCK_SIZE), requests * queries
-        ids = np.random.default_rng(0).permutation(self.cache.shape[2] - 1)[: requests * blocks] + 1
-        table = ids.reshape(requests, blocks).astype(np.int32)
-        new = np.arange(context - queries, context)
-        slots = table[:, new // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + new % BLOCK_SIZE
-        seq_lens = np.full(requests, context, dtype=np.int32)
-        starts = np.arange(requests + 1, dtype=np.int32) * np.int32(queries)
-
-        def to_device(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(self.device)
-
-        return AttentionMetadata(
-            num_reqs=requests,
-            num_tokens=tokens,
-            num_tokens_padded=tokens,
-            query_start_loc=to_device(starts),
-            query_start_loc_np=starts,
-            seq_lens=to_device(seq_lens),
-            seq_lens_np=seq_lens,
-            block_table=to_device(table),
-            slot_mapping=to_device(slots.ravel()),
-            block_size=BLOCK_SIZE,
-            max_query_len=queries,
-            max_seq_len=context,
-            num_decodes=requests if queries == 1 else 0,
-        )
+        return decode_metadata(self.device, self.cache.shape[2], requests, context, queries)
 
     def time(self, batch: str, name: str, fn: Callable[[], object], moved: int, launches: int) -> float:
         """Capture `fn`, which makes `launches` launches that move `moved` bytes each, and record its time."""
@@ -122,6 +95,39 @@ class Bench:
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
+
+
+def decode_metadata(
+    device: torch.device, num_blocks: int, requests: int, context: int, queries: int
+) -> AttentionMetadata:
+    """A batch of which each request has its last `queries` of `context` tokens to compute; its blocks are scattered
+    over a cache of `num_blocks`."""
+    blocks, tokens = -(-context // BLOCK_SIZE), requests * queries
+    ids = np.random.default_rng(0).permutation(num_blocks - 1)[: requests * blocks] + 1
+    table = ids.reshape(requests, blocks).astype(np.int32)
+    new = np.arange(context - queries, context)
+    slots = table[:, new // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + new % BLOCK_SIZE
+    seq_lens = np.full(requests, context, dtype=np.int32)
+    starts = np.arange(requests + 1, dtype=np.int32) * np.int32(queries)
+
+    def to_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return AttentionMetadata(
+        num_reqs=requests,
+        num_tokens=tokens,
+        num_tokens_padded=tokens,
+        query_start_loc=to_device(starts),
+        query_start_loc_np=starts,
+        seq_lens=to_device(seq_lens),
+        seq_lens_np=seq_lens,
+        block_table=to_device(table),
+        slot_mapping=to_device(slots.ravel()),
+        block_size=BLOCK_SIZE,
+        max_query_len=queries,
+        max_seq_len=context,
+        num_decodes=requests if queries == 1 else 0,
+    )
 
 
 def graph_microseconds(fn: Callable[[], object], repeats: int = 20) -> float:
@@ -152,10 +158,11 @@ def attention_run(bench: Bench, requests: int, context: int, queries: int) -> Ca
     positions = torch.arange(context - queries, context, device=bench.device).repeat(requests)
     rotation = bench.rotation(positions)
     plan = bench.attention.prepare(bench.metadata(requests, context, queries), bench.cache)
+    start_early = qkv.shape[0] <= kernels.max_rows(qkv, bench.config.hidden_size)
 
     def run() -> None:
         for cache in bench.cache.unbind(0):
-            bench.attention.forward(plan, qkv, cache, rotation)
+            bench.attention.forward(plan, qkv, cache, rotation, start_early)
 
     return run
 

@@ -72,12 +72,17 @@ def fused_layers(
     kv_cache: Tensor,
     form: str,
     layer_outputs: LayerOutputs | None = None,
+    few: bool | None = None,
 ) -> Tensor:
-    """The layers and the last norm over residual [t, hidden], which is overwritten; kv_cache has one for each layer."""
+    """The layers and the last norm over residual [t, hidden], which is overwritten; kv_cache has one for each layer.
+
+    `few`: by small_linear instead of torch's products; None is whichever is the faster one.
+    """
     branch = None
     if layer_outputs is not None:
         layer_outputs.record(-1, residual)
-    few = residual.shape[0] <= max_rows(residual, residual.shape[1])
+    if few is None:
+        few = residual.shape[0] <= max_rows(residual, residual.shape[1])
     for i, (layer, cache) in enumerate(zip(model.layers, kv_cache.unbind(0), strict=True)):
         rotation = _rotation(layer, model, positions)
         if few:
