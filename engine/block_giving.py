@@ -10,7 +10,8 @@ from .block_turns import BlockTurns
 from .hooks import RequestPreempted
 from .request import Request, RequestStatus
 from .request_books import RequestBooks
-from .step_plan import ScheduledBatch, StepPlan
+from .scheduled_batch import ScheduledBatch
+from .step_plan import StepPlan
 
 
 class BlockGiving(RequestBooks):
@@ -76,8 +77,7 @@ class BlockGiving(RequestBooks):
             return True
         block_size, missing, needy = self.config.block_size, left[short], rows[short]
         num_blocks = -(missing // block_size)
-        req_ids = self.table.req_ids
-        ids = [req_ids[row] for row in needy.tolist()]
+        ids = self.table.req_ids[needy].tolist()
         block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
         if block_ids is None:
             return False

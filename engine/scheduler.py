@@ -18,7 +18,8 @@ from .hooks import Hooks, RequestResumed, RequestScheduled
 from .request import Request, RequestStatus
 from .running_table import RunningTable
 from .sched_output import SchedulerOutput
-from .step_plan import ScheduledBatch, StepPlan
+from .scheduled_batch import ScheduledBatch
+from .step_plan import StepPlan
 from .token_intake import TokenIntake
 
 
@@ -66,11 +67,11 @@ class Scheduler(TokenIntake, BlockGiving):
         batch = steady if steady is not None and not plan.admits else plan.batch(self.table, self._last_batch)
         if batch is steady:
             self.table.advance_decodes(batch.at, batch.num_tokens, step)
-        elif batch.requests:
+        elif len(batch.rows):
             self.table.advance(batch.rows, batch.num_tokens, batch.num_drafts, step)
             if self._num_device_drafts:
                 self._expect_drafts(batch.rows)
-        if batch.requests:
+        if len(batch.rows):
             self._in_flight[step] = self._last_batch = batch
             self._last_step = step
         finished = frozenset(self._finished_req_ids)

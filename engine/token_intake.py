@@ -11,7 +11,7 @@ from .request import Request
 from .request_books import RequestBooks
 from .sample.prompt_logprobs import PromptLogprobs
 from .sched_output import ModelRunnerOutput, SchedulerOutput
-from .step_plan import ScheduledBatch
+from .scheduled_batch import ScheduledBatch
 
 FEW_STOP_IDS = 8
 """Up to so many ids are compared one by one, which is cheaper than numpy's search."""
@@ -35,7 +35,7 @@ class TokenIntake(RequestBooks):
         step = scheduler_output.step
         if step not in self._in_flight:
             return []
-        batch, now = self._in_flight[step].in_order(runner_output.req_ids), time.monotonic()
+        batch, now = self._in_flight[step].in_order_of(runner_output), time.monotonic()
         del self._in_flight[step]
         if runner_output.prompt_logprobs:
             self._take_prompt_logprobs(batch, runner_output.prompt_logprobs, step)
