@@ -35,11 +35,11 @@ class BlockGiving(RequestBooks):
         # A block is full, and all its tokens are known: the request publishes it, and at the latest with its next one.
         usable = np.minimum(ends, known)
         publishes = (usable >= table.publish_at[rows]) & ((ends <= known) | (left < 0)) & (num_tokens > 0)
-        in_need = np.flatnonzero((left < 0) | publishes)
         if self._add_blocks(plan, rows, left):
-            self._publish_rows(rows[publishes], usable[publishes])
+            if np.count_nonzero(publishes):
+                self._publish_rows(rows[publishes], usable[publishes])
             return rows
-        for i in in_need.tolist():
+        for i in np.flatnonzero((left < 0) | publishes).tolist():
             if i >= end:
                 break
             request = self._request(rows[i])

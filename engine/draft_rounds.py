@@ -41,6 +41,8 @@ class DraftRounds:
 
     def leave(self, row: int) -> None:
         """Books the rounds of the row's request, which is about to leave it."""
+        if not self._count:
+            return
         counts, drafts = self._counts[: self._count, row], self._drafts[: self._count, row]
         request: Request | None = self._requests[row]
         if request is not None:

@@ -135,7 +135,7 @@ class RunningTable:
         if by_priority:
             keys = self._seed_index[order], self._arrival[order], is_prefill, self._priority[order]
             return order[np.lexsort(keys)]
-        if not is_prefill.any():
+        if not np.count_nonzero(is_prefill):
             return order.copy()
         return np.concatenate((order[~is_prefill], order[is_prefill]))
 
@@ -144,8 +144,10 @@ class RunningTable:
         many drafts may be computed behind them: no more than the request can still take."""
         known = self.num_tokens[rows] + self.num_output_placeholders[rows]
         room = self.limit[rows] - known
-        num_tokens = np.where(room <= 0, 0, known - self.num_computed_tokens[rows])
-        return num_tokens, np.where(num_tokens > 0, np.minimum(self.num_drafts[rows], room - 1), 0)
+        num_tokens, drafts = np.where(room <= 0, 0, known - self.num_computed_tokens[rows]), self.num_drafts[rows]
+        if not np.count_nonzero(drafts):
+            return num_tokens, drafts
+        return num_tokens, np.where(num_tokens > 0, np.minimum(drafts, room - 1), 0)
 
     def advance(self, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
         """Books `num_tokens`, of which the last `num_drafts` are drafts (i64), into `step` for each of `rows`, and

@@ -84,7 +84,7 @@ class ScheduledRows:
 
     @cached_property
     def has_drafts(self) -> bool:
-        return bool(self.num_drafts.any())
+        return bool(np.count_nonzero(self.num_drafts))
 
     @cached_property
     def device_drafts(self) -> dict[str, list[int]]:

@@ -54,11 +54,11 @@ class ScheduledBatch(ScheduledRows):
 
     @cached_property
     def all_quiet(self) -> bool:
-        return bool(self.quiet.all())
+        return not np.count_nonzero(~self.quiet)
 
     @cached_property
     def any_constrained(self) -> bool:
-        return bool(self.constrained.any())
+        return bool(np.count_nonzero(self.constrained))
 
     @cached_property
     def num_sampled_at_most(self) -> np.ndarray:

@@ -55,7 +55,7 @@ class BatchMaker:
         index, ends = np.empty(3 * self._max_num_reqs + 2, dtype=np.int32), self._max_num_reqs + 1
         query_start_loc, idx_mapping, cu_num_logits = index[:ends], index[ends : 2 * ends - 1], index[2 * ends - 1 :]
         query_start_loc[0] = 0
-        np.cumsum(counts, out=query_start_loc[1 : num_reqs + 1])
+        counts.cumsum(out=query_start_loc[1 : num_reqs + 1])
         query_start_loc[num_reqs + 1 :] = num_tokens
         idx_mapping[:num_reqs] = rows
         idx_mapping[num_reqs:] = states.padding_row
@@ -63,7 +63,7 @@ class BatchMaker:
         num_logits = None
         if scheduled.has_drafts:
             num_logits = 1 + num_drafts[order]
-            total = np.cumsum(num_logits, out=cu_num_logits[1 : num_reqs + 1])[-1]
+            total = num_logits.cumsum(out=cu_num_logits[1 : num_reqs + 1])[-1]
             cu_num_logits[num_reqs + 1 :] += total - num_reqs
         self._last = InputBatch(
             req_ids=tuple(scheduled.ids[order].tolist()),
@@ -75,7 +75,7 @@ class BatchMaker:
             num_tokens_padded=size.num_tokens,
             num_reqs_padded=size.num_reqs,
             num_decodes=int(np.searchsorted(counts, 1, side="right")),
-            has_prefill=bool((computed < states.prefill_len.np[rows]).any()),
+            has_prefill=bool(np.count_nonzero(computed < states.prefill_len.np[rows])),
         )
         return self._last
 
