@@ -6,7 +6,6 @@ nobody reads before a request ends, if nobody watches it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +24,7 @@ class ArrivedTokens:
     A token comes here first, and then `num_tokens` counts it. A request takes its tokens along when it leaves its row.
     """
 
-    def __init__(self, requests: Sequence[Request | None], num_tokens: np.ndarray) -> None:
+    def __init__(self, requests: np.ndarray, num_tokens: np.ndarray) -> None:
         self._requests = requests
         self._num_tokens = num_tokens
         self._entered = np.zeros(len(requests), dtype=np.int64)
@@ -67,7 +66,7 @@ class ArrivedTokens:
     def settle(self, row: int) -> None:
         """Every token that is counted is in the request's own list afterwards."""
         begin, end = self._settled.item(row), self._num_tokens.item(row)
-        request = self._requests[row]
+        request: Request | None = self._requests[row]
         if begin < end and request is not None:
             request.take_tokens(self._between(row, begin, end).tolist())
             self._settled[row] = end

@@ -10,7 +10,8 @@ from .block_turns import BlockTurns
 from .hooks import RequestPreempted
 from .request import Request, RequestStatus
 from .request_books import RequestBooks
-from .step_plan import ScheduledBatch, StepPlan
+from .scheduled_batch import ScheduledBatch
+from .step_plan import StepPlan
 
 
 class BlockGiving(RequestBooks):
@@ -34,11 +35,11 @@ class BlockGiving(RequestBooks):
         # A block is full, and all its tokens are known: the request publishes it, and at the latest with its next one.
         usable = np.minimum(ends, known)
         publishes = (usable >= table.publish_at[rows]) & ((ends <= known) | (left < 0)) & (num_tokens > 0)
-        in_need = np.flatnonzero((left < 0) | publishes)
         if self._add_blocks(plan, rows, left):
-            self._publish_rows(rows[publishes], usable[publishes])
+            if np.count_nonzero(publishes):
+                self._publish_rows(rows[publishes], usable[publishes])
             return rows
-        for i in in_need.tolist():
+        for i in np.flatnonzero((left < 0) | publishes).tolist():
             if i >= end:
                 break
             request = self._request(rows[i])
@@ -76,8 +77,7 @@ class BlockGiving(RequestBooks):
             return True
         block_size, missing, needy = self.config.block_size, left[short], rows[short]
         num_blocks = -(missing // block_size)
-        req_ids = self.table.req_ids
-        ids = [req_ids[row] for row in needy.tolist()]
+        ids = self.table.req_ids[needy].tolist()
         block_ids = self.kv_cache.add_blocks(ids, num_blocks.tolist())
         if block_ids is None:
             return False

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .step_plan import ScheduledBatch
+from .scheduled_batch import ScheduledBatch
 
 
 class BlockTurns:
@@ -20,7 +20,7 @@ class BlockTurns:
 
     def __init__(self, batch: ScheduledBatch, left: np.ndarray, block_size: int) -> None:
         order = np.argsort(left, kind="stable")
-        rows, req_ids = batch.rows[order], [batch.req_ids[i] for i in order.tolist()]
+        rows, req_ids = batch.rows[order], batch.ids[order].tolist()
         ends = np.searchsorted(left[order], np.arange(-1, block_size)).tolist()
         self._turns = [(rows[begin:end], req_ids[begin:end]) for begin, end in pairwise(ends)]
         self._next = 0

@@ -6,7 +6,6 @@ loop over all of them in every step, for numbers that are read once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,7 @@ class DraftRounds:
     A request takes its rounds along when it leaves its row, so that the next tenant finds none.
     """
 
-    def __init__(self, requests: Sequence[Request | None]) -> None:
+    def __init__(self, requests: np.ndarray) -> None:
         self._requests = requests
         # [steps, R]: tokens that came of the row's drafts, and drafts; a round has both
         self._counts = np.zeros((ROUNDS_AT_ONCE, len(requests)), dtype=np.int32)
@@ -42,8 +41,10 @@ class DraftRounds:
 
     def leave(self, row: int) -> None:
         """Books the rounds of the row's request, which is about to leave it."""
+        if not self._count:
+            return
         counts, drafts = self._counts[: self._count, row], self._drafts[: self._count, row]
-        request = self._requests[row]
+        request: Request | None = self._requests[row]
         if request is not None:
             is_round = (counts > 0) & (drafts > 0)
             request.add_rounds((counts[is_round] - 1).tolist(), int(drafts[is_round].sum()))
@@ -59,7 +60,7 @@ class DraftRounds:
         accepted = np.where(is_round, counts - 1, -1)[:, has_some].T.tolist()
         of_all = np.where(is_round, drafts, 0).sum(axis=0)[has_some].tolist()
         for row, own, num_drafts in zip(has_some.tolist(), accepted, of_all, strict=True):
-            request = self._requests[row]
+            request: Request | None = self._requests[row]
             assert request is not None, f"row {row} has rounds and is nobody's"
             request.add_rounds(own if -1 not in own else [n for n in own if n >= 0], num_drafts)
         counts[:] = drafts[:] = 0

@@ -266,7 +266,7 @@ class LLM:
         else:
             raise TypeError(f"a prompt is a string or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}")
         vocab = self.loaded.config.vocab_size
-        if all(type(t) is int for t in token_ids) and all(0 <= t < vocab for t in (min(token_ids), max(token_ids))):
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab:
             return text, token_ids
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:

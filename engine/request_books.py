@@ -14,7 +14,7 @@ from .hooks import Hooks, RequestAdded, RequestFinished
 from .kv_cache import KVCacheManager
 from .request import Request, RequestStatus
 from .running_table import RunningTable
-from .step_plan import ScheduledBatch
+from .scheduled_batch import ScheduledBatch
 
 FEW_ROWS = 8
 """Up to so many blocks are read one by one, which is cheaper than numpy."""
@@ -132,7 +132,7 @@ class RequestBooks:
             self._hooks.emit(RequestFinished(*self._hooks.stamp(), rid, reason))
 
     def _request(self, row: int) -> Request:
-        request = self.table.requests[row]
+        request: Request | None = self.table.requests[row]
         assert request is not None, f"row {row} is nobody's"
         return request
 
@@ -143,7 +143,7 @@ class RequestBooks:
         """Each of `rows` has a block to publish: its first `num_tokens` i64 are known and computed."""
         block_size = self.kv_cache.block_size
         num_full = num_tokens // block_size
-        requests = [self._request(row) for row in rows.tolist()]
+        requests = self.table.requests[rows].tolist()
         last: Iterable[bytes | None] = itertools.repeat(None)
         if len(rows) > FEW_ROWS:
             last = self.table.arrived.ending_at(rows, num_full * block_size, block_size)

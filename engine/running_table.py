@@ -51,8 +51,10 @@ class RunningTable:
         """bool [R]: its output is held to a grammar, which has to see each token."""
         self.generation = column()
         """Counts the tenants of a row: a step in flight knows by it whether the row is still its request's."""
-        self.requests: list[Request | None] = [None] * max_num_seqs
-        self.req_ids = [""] * max_num_seqs
+        self.requests = np.full(max_num_seqs, None, dtype=object)
+        """Request objects [R]; None in a free row."""
+        self.req_ids = np.full(max_num_seqs, "", dtype=object)
+        """[R] of str objects."""
         self.rounds = DraftRounds(self.requests)
         """Of the requests in the table, as `arrived`."""
         self.arrived = ArrivedTokens(self.requests, self.num_tokens)
@@ -62,7 +64,9 @@ class RunningTable:
         self._seed_index = column()
         self._arrival = column(np.float64)
         self._order = column()
-        self._stop_token_ids = -1, np.empty(0, dtype=np.int64)
+        self._stop_sets: dict[frozenset[int], int] = {}
+        """How many running requests end at these ids: nearly always all at the same."""
+        self._stop_token_ids: np.ndarray | None = None
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -75,17 +79,14 @@ class RunningTable:
 
     def running(self) -> list[Request]:
         """In the order of admission."""
-        return [request for row in self.order.tolist() if (request := self.requests[row]) is not None]
+        return self.requests[self.order].tolist()
 
     @property
     def stop_token_ids(self) -> np.ndarray:
         """i64: every id at which some running request may end."""
-        version, stop_ids = self._stop_token_ids
-        if version != self.version:
-            ids = set().union(*{request.stop_token_ids for request in self.running()})
-            stop_ids = np.array(sorted(ids), dtype=np.int64)
-            self._stop_token_ids = self.version, stop_ids
-        return stop_ids
+        if self._stop_token_ids is None:
+            self._stop_token_ids = np.array(sorted(frozenset().union(*self._stop_sets)), dtype=np.int64)
+        return self._stop_token_ids
 
     def add(self, request: Request, limit: int, seed_index: int) -> int:
         """Gives `request` a row, as the last in order; its counts live there from now on."""
@@ -101,6 +102,7 @@ class RunningTable:
         self._priority[row] = request.priority
         self._seed_index[row] = seed_index
         self._arrival[row] = request.arrival_time
+        self._count_stop_set(request.stop_token_ids, 1)
         request.enter(self, row)
         self.version += 1
         return row
@@ -111,10 +113,19 @@ class RunningTable:
         row, order = request.leave(), self.order
         place = int(np.flatnonzero(order == row)[0])
         order[place:-1] = order[place + 1 :].copy()
+        self._count_stop_set(request.stop_token_ids, -1)
         self.requests[row] = None
         self.generation[row] += 1
         self._free.append(row)
         self.version += 1
+
+    def _count_stop_set(self, stop_set: frozenset[int], change: int) -> None:
+        before = self._stop_sets.get(stop_set, 0)
+        self._stop_sets[stop_set] = before + change
+        if before + change == 0:
+            del self._stop_sets[stop_set]
+        if before == 0 or before + change == 0:
+            self._stop_token_ids = None
 
     def schedule_order(self, by_priority: bool) -> np.ndarray:
         """Rows, i64: decodes, then partial prefills, in the order of admission; by priority, each priority so, by
@@ -124,7 +135,7 @@ class RunningTable:
         if by_priority:
             keys = self._seed_index[order], self._arrival[order], is_prefill, self._priority[order]
             return order[np.lexsort(keys)]
-        if not is_prefill.any():
+        if not np.count_nonzero(is_prefill):
             return order.copy()
         return np.concatenate((order[~is_prefill], order[is_prefill]))
 
@@ -133,8 +144,10 @@ class RunningTable:
         many drafts may be computed behind them: no more than the request can still take."""
         known = self.num_tokens[rows] + self.num_output_placeholders[rows]
         room = self.limit[rows] - known
-        num_tokens = np.where(room <= 0, 0, known - self.num_computed_tokens[rows])
-        return num_tokens, np.where(num_tokens > 0, np.minimum(self.num_drafts[rows], room - 1), 0)
+        num_tokens, drafts = np.where(room <= 0, 0, known - self.num_computed_tokens[rows]), self.num_drafts[rows]
+        if not np.count_nonzero(drafts):
+            return num_tokens, drafts
+        return num_tokens, np.where(num_tokens > 0, np.minimum(drafts, room - 1), 0)
 
     def advance(self, rows: np.ndarray, num_tokens: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
         """Books `num_tokens`, of which the last `num_drafts` are drafts (i64), into `step` for each of `rows`, and

@@ -73,9 +73,9 @@ class SamplingParams:
     detokenize: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        names = [f.name for f in dataclasses.fields(cls)]
         for key in kwargs:
-            if key not in names:
+            if key not in cls.__dataclass_fields__:
+                names = [f.name for f in dataclasses.fields(cls)]
                 raise ValueError(f"unknown sampling parameter {key!r}{closest(key, names)} Known: {', '.join(names)}")
         return super().__new__(cls)
 

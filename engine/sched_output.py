@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,10 +55,47 @@ class CachedRequestData:
     all_token_ids: dict[str, list[int]]
 
 
+@dataclass(eq=False)
+class ScheduledRows:
+    """Whose tokens a step computes, r requests in schedule order: running ones, then admitted ones. Steps that do the
+    same for the same requests share one, by which a runner sees that nothing changed. The arrays are read only.
+
+    rows i64 [r]: a number below max_num_seqs that is the request's alone from its admission until it ends or is
+    preempted. num_tokens i64 [r], of which the last num_drafts i64 [r] are drafts. ids [r] of objects: request ids.
+    Whatever is asked for by id is made only then: it takes the host a loop over all of them.
+    """
+
+    rows: np.ndarray
+    num_tokens: np.ndarray
+    num_drafts: np.ndarray
+    ids: np.ndarray
+
+    @cached_property
+    def req_ids(self) -> tuple[str, ...]:
+        return tuple(self.ids.tolist())
+
+    @cached_property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
+
+    @cached_property
+    def total_num_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+    @cached_property
+    def has_drafts(self) -> bool:
+        return bool(np.count_nonzero(self.num_drafts))
+
+    @cached_property
+    def device_drafts(self) -> dict[str, list[int]]:
+        """For each request with drafts as many -1: they are known to the device alone."""
+        counts = zip(self.req_ids, self.num_drafts.tolist(), strict=True)
+        return {req_id: [-1] * count for req_id, count in counts if count}
+
+
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step. `num_scheduled_tokens` is in schedule order: running requests, then admitted ones; it is the very dict
-    of the step before if the requests and their counts are the same, so read it only.
+    """One step.
 
     `finished_req_ids` ended since the last schedule and are still held by the runner, which must drop them before it
     adds any request of this step (an id may be used again at once). `preempted_req_ids` lost their blocks in this
@@ -65,17 +103,31 @@ class SchedulerOutput:
     """
 
     step: int
+    scheduled: ScheduledRows
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
     preempted_req_ids: frozenset[str]
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    """The drafts that this step verifies: the last of the request's scheduled tokens. -1 stands for one that only the
-    device knows (V2)."""
+    host_drafts: dict[str, list[int]] | None = None
+    """By request the drafts that this step verifies; None: only the device knows them (V2)."""
     has_structured_output_requests: bool = False
     """Some request's output is held to a grammar: `sample_tokens` gets a GrammarOutput."""
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """In schedule order; the very dict of the step before if the requests and their counts are the same, so read it
+        only."""
+        return self.scheduled.num_scheduled_tokens
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return self.scheduled.total_num_tokens
+
+    @property
+    def scheduled_spec_decode_tokens(self) -> dict[str, list[int]]:
+        """The drafts that this step verifies: the last of the request's scheduled tokens. -1 stands for one that only
+        the device knows (V2)."""
+        return self.scheduled.device_drafts if self.host_drafts is None else self.host_drafts
 
 
 @dataclass(frozen=True)
@@ -117,3 +169,6 @@ class ModelRunnerOutput:
     """How each request's token was drawn, if somebody watches (`hooks.SamplingTraced`)."""
     draft_traces: dict[str, DraftTrace] | None = None
     """What became of each request's drafts, if somebody watches (`hooks.DRAFT_EVENTS`)."""
+    order: np.ndarray | None = None
+    """i64 [r]: the place of each request in the step's schedule, where the runner knows it (V2). Steps of the same
+    `scheduled` have the very same array."""

@@ -18,7 +18,8 @@ from .hooks import Hooks, RequestResumed, RequestScheduled
 from .request import Request, RequestStatus
 from .running_table import RunningTable
 from .sched_output import SchedulerOutput
-from .step_plan import ScheduledBatch, StepPlan
+from .scheduled_batch import ScheduledBatch
+from .step_plan import StepPlan
 from .token_intake import TokenIntake
 
 
@@ -66,11 +67,11 @@ class Scheduler(TokenIntake, BlockGiving):
         batch = steady if steady is not None and not plan.admits else plan.batch(self.table, self._last_batch)
         if batch is steady:
             self.table.advance_decodes(batch.at, batch.num_tokens, step)
-        elif batch.requests:
+        elif len(batch.rows):
             self.table.advance(batch.rows, batch.num_tokens, batch.num_drafts, step)
             if self._num_device_drafts:
                 self._expect_drafts(batch.rows)
-        if batch.requests:
+        if len(batch.rows):
             self._in_flight[step] = self._last_batch = batch
             self._last_step = step
         finished = frozenset(self._finished_req_ids)
@@ -123,13 +124,13 @@ class Scheduler(TokenIntake, BlockGiving):
         rows = table.schedule_order(self._by_priority)
         num_tokens, num_drafts = table.num_tokens_to_compute(rows)
         num_tokens = _within(plan.budget, num_tokens)
-        if num_drafts.any():
+        if np.count_nonzero(num_drafts):
             # Drafts get what is left: they never keep a token out of the step that has to be computed anyway.
             num_drafts = _within(plan.budget - int(num_tokens.sum()), np.where(num_tokens > 0, num_drafts, 0))
         num_tokens = num_tokens + num_drafts
         rows = self._give_blocks(plan, rows, num_tokens, num_drafts)
         num_tokens, num_drafts = num_tokens[: len(rows)], num_drafts[: len(rows)]
-        if not num_tokens.all():
+        if np.count_nonzero(num_tokens) < len(rows):
             rows, num_tokens, num_drafts = (array[num_tokens > 0] for array in (rows, num_tokens, num_drafts))
         plan.take_running(rows, num_tokens, num_drafts, table.num_computed_tokens[rows])
         for row in rows[table.last_step[rows] != self._last_step].tolist():

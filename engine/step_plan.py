@@ -3,107 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
 from .request import Request
 from .running_table import RunningTable
 from .sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+from .scheduled_batch import ScheduledBatch
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
-
-
-@dataclass(eq=False)
-class ScheduledBatch:
-    """Whose tokens a step computes, in schedule order. Steps that do the same for the same requests share one.
-
-    rows i64 [r] of the running table, num_tokens i64 [r], of which num_drafts i64 [r] are drafts, generations i64 [r]
-    of the rows then: the row of a request that ends or is preempted in flight may be another's when the tokens arrive.
-    """
-
-    version: int
-    rows: np.ndarray
-    num_tokens: np.ndarray
-    num_drafts: np.ndarray
-    generations: np.ndarray
-    requests: tuple[Request, ...]
-    awaits_first_token: bool = True
-    """Some request may have sampled no token yet."""
-
-    @cached_property
-    def req_ids(self) -> tuple[str, ...]:
-        return tuple(request.request_id for request in self.requests)
-
-    @cached_property
-    def structured_output_requests(self) -> tuple[Request, ...]:
-        """Those whose output is held to a grammar."""
-        return tuple(request for request in self.requests if request.structured_output is not None)
-
-    @cached_property
-    def at(self) -> slice | np.ndarray:
-        """`rows` as an index of the running table's columns: a slice, which costs less, where it can be one. What is
-        read by it may be a view."""
-        first, count = int(self.rows[0]), len(self.rows)
-        return slice(first, first + count) if (self.rows == np.arange(first, first + count)).all() else self.rows
-
-    @cached_property
-    def quiet(self) -> np.ndarray:
-        """bool [r]: whose tokens nobody wants before they are all there."""
-        return np.array([request.quiet for request in self.requests], dtype=np.bool_)
-
-    @cached_property
-    def all_quiet(self) -> bool:
-        return bool(self.quiet.all())
-
-    @cached_property
-    def constrained(self) -> np.ndarray:
-        """bool [r]: whose output is held to a grammar, which has to see each token."""
-        return np.array([request.structured_output is not None for request in self.requests], dtype=np.bool_)
-
-    @cached_property
-    def any_constrained(self) -> bool:
-        return bool(self.constrained.any())
-
-    @cached_property
-    def num_scheduled_tokens(self) -> dict[str, int]:
-        return dict(zip(self.req_ids, self.num_tokens.tolist(), strict=True))
-
-    @cached_property
-    def has_drafts(self) -> bool:
-        return bool(self.num_drafts.any())
-
-    @cached_property
-    def total_num_tokens(self) -> int:
-        return int(self.num_tokens.sum())
-
-    @cached_property
-    def num_sampled_at_most(self) -> np.ndarray:
-        """i64 [r], of those that sample."""
-        return self.num_drafts + 1
-
-    @cached_property
-    def device_drafts(self) -> dict[str, list[int]]:
-        """For each request with drafts as many -1: they are known to the device alone."""
-        counts = zip(self.req_ids, self.num_drafts.tolist(), strict=True)
-        return {req_id: [-1] * count for req_id, count in counts if count}
-
-    def in_order(self, req_ids: tuple[str, ...]) -> ScheduledBatch:
-        """The same batch in the order of the runner's `req_ids`. ValueError if those aren't the scheduled ones."""
-        if req_ids == self.req_ids:
-            return self
-        if self._reordered is None or self._reordered.req_ids != req_ids:
-            index = {req_id: i for i, req_id in enumerate(self.req_ids)}
-            if index.keys() != set(req_ids) or len(req_ids) != len(index):
-                raise ValueError(f"the runner answers for {sorted(req_ids)}, scheduled were {sorted(index)}")
-            at = np.array([index[req_id] for req_id in req_ids], dtype=np.int64)
-            requests = tuple(self.requests[i] for i in at)
-            self._reordered = ScheduledBatch(
-                self.version, self.rows[at], self.num_tokens[at], self.num_drafts[at], self.generations[at], requests
-            )
-        return self._reordered
-
-    _reordered: ScheduledBatch | None = field(default=None, init=False)
 
 
 @dataclass
@@ -195,13 +103,10 @@ class StepPlan:
             and np.array_equal(last.num_drafts, num_drafts)
         ):
             return last
-        requests = tuple(request for row in rows.tolist() if (request := table.requests[row]) is not None)
-        return ScheduledBatch(table.version, rows, num_tokens, num_drafts, table.generation[rows], requests)
+        return ScheduledBatch.of_table(table, rows, num_tokens, num_drafts)
 
     def output(self, step: int, batch: ScheduledBatch, finished_req_ids: frozenset[str]) -> SchedulerOutput:
-        num_running = len(self.rows)
-        # The very tuple of the batch where it can be: a runner sees by it that nothing came or went.
-        running_ids = batch.req_ids if num_running == len(batch.req_ids) else batch.req_ids[:num_running]
+        running_ids = batch.req_ids[: len(self.rows)]
         computed = self.num_computed_tokens
         if self._resumed:
             running_ids = (*running_ids, *self._resumed)
@@ -215,18 +120,17 @@ class StepPlan:
         )
         return SchedulerOutput(
             step=step,
+            scheduled=batch,
             scheduled_new_reqs=self._new,
             scheduled_cached_reqs=cached,
-            num_scheduled_tokens=batch.num_scheduled_tokens,
-            total_num_scheduled_tokens=batch.total_num_tokens,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted),
-            has_structured_output_requests=bool(batch.structured_output_requests),
-            scheduled_spec_decode_tokens=batch.device_drafts if self.device_drafts else _drafts(batch),
+            host_drafts=None if self.device_drafts else _host_drafts(batch),
+            has_structured_output_requests=batch.any_constrained,
         )
 
 
-def _drafts(batch: ScheduledBatch) -> dict[str, list[int]]:
+def _host_drafts(batch: ScheduledBatch) -> dict[str, list[int]]:
     """The drafts of each request that has some, which the host knows."""
     if not batch.has_drafts:
         return {}

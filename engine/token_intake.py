@@ -11,7 +11,7 @@ from .request import Request
 from .request_books import RequestBooks
 from .sample.prompt_logprobs import PromptLogprobs
 from .sched_output import ModelRunnerOutput, SchedulerOutput
-from .step_plan import ScheduledBatch
+from .scheduled_batch import ScheduledBatch
 
 FEW_STOP_IDS = 8
 """Up to so many ids are compared one by one, which is cheaper than numpy's search."""
@@ -35,7 +35,7 @@ class TokenIntake(RequestBooks):
         step = scheduler_output.step
         if step not in self._in_flight:
             return []
-        batch, now = self._in_flight[step].in_order(runner_output.req_ids), time.monotonic()
+        batch, now = self._in_flight[step].in_order_of(runner_output), time.monotonic()
         del self._in_flight[step]
         if runner_output.prompt_logprobs:
             self._take_prompt_logprobs(batch, runner_output.prompt_logprobs, step)
@@ -43,6 +43,7 @@ class TokenIntake(RequestBooks):
         stays = None
         if batch.version != self.table.version:
             stays = self.table.generation[batch.rows] == batch.generations
+            stays = None if np.count_nonzero(stays) == len(stays) else stays
         if stays is None and self._append_to_all(batch, tokens, counts, now):
             if batch.all_quiet and not every_token:
                 return []
@@ -110,11 +111,7 @@ class TokenIntake(RequestBooks):
             table.num_computed_tokens[at] += counts - batch.num_sampled_at_most
         table.num_output_placeholders[at] -= batch.num_sampled_at_most
         table.last_token_time[at] = now
-        if self.kv_cache.enable_caching:
-            usable = np.minimum(known, table.num_computed_tokens[at])
-            full = usable >= table.publish_at[at]
-            if np.count_nonzero(full):
-                self._publish_rows(batch.rows[full], usable[full])
+        self._publish_full(batch.rows, known)
         return True
 
     def _plain(
@@ -151,17 +148,24 @@ class TokenIntake(RequestBooks):
         self, batch: ScheduledBatch, plain: np.ndarray, tokens: np.ndarray, counts: np.ndarray, now: float
     ) -> None:
         """Appends the tokens i64 [r, N + 1] of the rows where `plain` bool [r], with `counts` [r] of them."""
-        table = self.table
-        rows, counts = batch.rows[plain], counts[plain]
-        table.arrived.add(rows, tokens[plain])
+        table, at = self.table, np.flatnonzero(plain)
+        rows, counts = batch.rows[at], counts[at]
+        table.arrived.add(rows, tokens[at])
         self._note_first_tokens(rows, now)
         known = table.num_tokens[rows] + counts
         table.num_tokens[rows] = known
         table.num_output_placeholders[rows] -= counts
         table.last_token_time[rows] = now
-        usable = np.minimum(known, table.num_computed_tokens[rows])
-        full = usable >= table.publish_at[rows]
-        self._publish_rows(rows[full], usable[full])
+        self._publish_full(rows, known)
+
+    def _publish_full(self, rows: np.ndarray, known: np.ndarray) -> None:
+        """Publishes the blocks that became full with the `known` i64 tokens of `rows`."""
+        if not self.kv_cache.enable_caching:
+            return
+        usable = np.minimum(known, self.table.num_computed_tokens[rows])
+        full = usable >= self.table.publish_at[rows]
+        if np.count_nonzero(full):
+            self._publish_rows(rows[full], usable[full])
 
     def _note_first_tokens(self, rows: np.ndarray, now: float) -> None:
         """Called before the tokens of `rows` are counted."""

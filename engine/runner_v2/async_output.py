@@ -95,9 +95,11 @@ class AsyncOutput:
         cu_num_logits: np.ndarray,
         tensors: Callable[[], dict[str, torch.Tensor]],
         observe_confidences: Callable[[np.ndarray], None] | None = None,
+        order: np.ndarray | None = None,
     ) -> None:
         self._device = device
         self._req_ids = req_ids
+        self._order = order
         self._observe_confidences = observe_confidences
         self._num_logprobs = num_logprobs
         self._logprobs_plan = logprobs_plan
@@ -151,4 +153,6 @@ class AsyncOutput:
         if host:
             traces = read_traces(host, self._req_ids, np.flatnonzero(num_sampled == 0))
             draft_traces = read_draft_traces(host, self._req_ids, sampled, num_sampled)
-        return ModelRunnerOutput(self._req_ids, sampled, num_sampled, logprobs, prompt_logprobs, traces, draft_traces)
+        return ModelRunnerOutput(
+            self._req_ids, sampled, num_sampled, logprobs, prompt_logprobs, traces, draft_traces, self._order
+        )

@@ -48,6 +48,8 @@ class InputBatch:
     share one."""
 
     req_ids: tuple[str, ...]
+    # [r] i64: the place of each in the schedule
+    order: np.ndarray
     # [3 R + 2] i32: query_start_loc, padded with its last value; idx_mapping, padded with a row that is nobody's;
     # cu_num_logits, padded with a row of logits each
     index_np: np.ndarray

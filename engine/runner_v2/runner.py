@@ -21,7 +21,7 @@ from ..device import Device
 from ..hooks import BlockTableGathered, Hooks, InputsPrepared, KernelLaunched, RowFreed, RowWritten, SamplingTraced
 from ..models import CausalLM
 from ..models.model_state import ModelState
-from ..sched_output import GrammarOutput, NewRequestData, SchedulerOutput
+from ..sched_output import GrammarOutput, NewRequestData, ScheduledRows, SchedulerOutput
 from ..spec_decode import SpecDecoder
 from .async_drafts import AsyncDrafts
 from .async_output import AsyncOutput, HostRing
@@ -115,9 +115,11 @@ class ModelRunnerV2:
         self._state: ExecuteModelState | None = None
         verification = None if self.speculation is None else self.speculation.verification
         self.batches = BatchMaker(config, states, self.sampler, verification)
-        # What a step knows of the one before: while the same objects come, nothing came or went.
-        self._cached_ids: tuple[str, ...] = ()
-        self._cached_rows = np.empty(0, dtype=np.int64)
+        # [R] i64: the state row of the request in each of the scheduler's rows.
+        self._row_of = np.zeros(rows, dtype=np.int64)
+        # The state rows of the last step's requests, i64 [r]; while the same object comes, nothing came or went.
+        self._scheduled: ScheduledRows | None = None
+        self._rows = self._row_of[:0]
         self._host_tokens = HostRing(device, rows * (num_drafts + 1) + (rows + 1) // 2, STEPS_IN_FLIGHT + 1)
         # The last two.
         self._outputs: tuple[AsyncOutput | None, AsyncOutput | None] = (None, None)
@@ -140,17 +142,17 @@ class ModelRunnerV2:
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
         self.finish_requests(scheduler_output)
-        for new in scheduler_output.scheduled_new_reqs:
-            self._add_request(new)
+        scheduled, cached, states = scheduler_output.scheduled, scheduler_output.scheduled_cached_reqs, self.req_states
+        num_cached = len(cached.req_ids)
         if scheduler_output.scheduled_new_reqs:
-            self._launched(*self.req_states.apply_staged_writes())
+            new_rows = [self._add_request(new) for new in scheduler_output.scheduled_new_reqs]
+            self._row_of[scheduled.rows[num_cached:]] = new_rows
+            self._launched(*states.apply_staged_writes())
             self.model_state.apply_staged_writes()
             self._launched(*self.sampler.apply_staged_writes())
-        cached, states = scheduler_output.scheduled_cached_reqs, self.req_states
-        if cached.req_ids is not self._cached_ids:
-            rows = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
-            self._cached_ids, self._cached_rows = cached.req_ids, np.array(rows, dtype=np.int64)
-        states.num_computed_tokens_np[self._cached_rows] = cached.num_computed_tokens
+        if scheduled is not self._scheduled:
+            self._scheduled, self._rows = scheduled, self._row_of[scheduled.rows]
+        states.num_computed_tokens_np[self._rows[:num_cached]] = cached.num_computed_tokens
         if new_block_ids := cached.new_block_ids:
             rows = [states.req_id_to_index[req_id] for req_id in new_block_ids]
             self.block_tables.append_block_ids(rows, list(new_block_ids.values()))
@@ -170,16 +172,17 @@ class ModelRunnerV2:
         if RowFreed in self.hooks.wanted:
             self.hooks.emit(RowFreed(*self.hooks.stamp(), req_id, row))
 
-    def _add_request(self, new: NewRequestData) -> None:
+    def _add_request(self, new: NewRequestData) -> int:
         row = self.req_states.add_request(new)
         self.block_tables.set_block_ids(row, new.block_ids)
         self.sampler.add_request(row, new)
         self.model_state.add_request(row, new)
         if RowWritten in self.hooks.wanted:
             self.hooks.emit(RowWritten(*self.hooks.stamp(), new.req_id, row))
+        return row
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> None:
-        batch = self.batches.make(scheduler_output)
+        batch = self.batches.make(scheduler_output.scheduled, self._rows)
         graph = self.graphs.find(batch)
         self.input_buffers.send_index(batch.index_np)
         work = eager_work(self, batch) if graph is None else self.graphs.work[graph]
@@ -243,7 +246,7 @@ class ModelRunnerV2:
         output = AsyncOutput(
             self.device, batch.req_ids, num_logprobs, batch.plan.logprobs, prompt_logprobs, self._host_tokens.next(),
             work.width, batch.cu_num_logits_np, (lambda: work.output) if graph is None else (lambda: replayed),
-            None if self.speculation is None else self.speculation.verification.observer(),
+            None if self.speculation is None else self.speculation.verification.observer(), batch.order,
         )  # fmt: skip
         self._outputs = (self._outputs[1], output)
         if graph is None:

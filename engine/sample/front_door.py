@@ -42,7 +42,10 @@ def settle_params(
     words = params.bad_words_token_ids
     if params.bad_words and tokenizer is not None:
         words = (*words, *tokenize_bad_words(tokenizer, params.bad_words))
-    settled = dataclasses.replace(params, bad_words_token_ids=words, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    settled, changes = params, {"bad_words_token_ids": words, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    # A copy costs more than all the rest here; a bias is a dict, which the caller could change while the request runs.
+    if params.logit_bias is not None or any(getattr(params, name) != value for name, value in changes.items()):
+        settled = dataclasses.replace(params, **changes)  # type: ignore[arg-type]
     _check_that_a_token_is_left(settled, stop_ids, vocab_size)
     return settled, stop_ids
 

@@ -165,6 +165,15 @@ def test_the_front_door_settles_for_the_model(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_is_settled_is_not_copied_unless_its_caller_could_still_change_it() -> None:
+    params, biased = SamplingParams(logprobs=3), SamplingParams(logit_bias={5: 1.0})
+    assert settle_params(params, 384, None, [2])[0] is params
+    settled, _ = settle_params(biased, 384, None, [2])
+    assert isinstance(biased.logit_bias, dict)
+    biased.logit_bias[400] = 2.0
+    assert settled.logit_bias == {5: 1.0}
+
+
 def test_words_that_make_too_many_tokens_are_refused_at_the_front_door(tmp_path: Path) -> None:
     loaded = text_model(tmp_path, letters())
     many = SamplingParams(bad_words=[f"{x}{y}" for x in "abcdefgh" for y in "ijklmnopq"])
