@@ -49,13 +49,13 @@ class CpuEvent:
 
 
 class _Worker:
-    """A thread that runs tasks in order. It ends, finished with what is queued, when its last user is gone."""
+    """A thread, not started, that runs tasks in order. It ends, finished with what is queued, when its last user is
+    gone."""
 
     def __init__(self, name: str) -> None:
         self.tasks: queue.SimpleQueue = queue.SimpleQueue()
         self.num_users = 0
         self.thread = threading.Thread(target=_work, args=(self.tasks,), name=name, daemon=True)
-        self.thread.start()
 
 
 _workers_lock = threading.RLock()  # re-entrant: a collection inside may end another stream
@@ -70,12 +70,15 @@ def _acquire(lane: Lane) -> _Worker:
     """
     global _compute_worker
     with _workers_lock:
-        if lane != "compute":
-            worker = _Worker(f"runnerscope-{lane}")
-        else:
-            worker = _compute_worker = _compute_worker or _Worker("runnerscope-compute")
+        known = _compute_worker if lane == "compute" else None
+        worker = known or _Worker(f"runnerscope-{lane}")
+        if lane == "compute":
+            _compute_worker = worker
         worker.num_users += 1
-        return worker
+    if known is None:
+        # NOTE: without the lock. A thread may begin with a collection that ends another stream, and is awaited here.
+        worker.thread.start()
+    return worker
 
 
 def _release(worker: _Worker) -> None:

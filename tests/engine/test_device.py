@@ -213,6 +213,24 @@ def test_an_engine_that_nobody_has_ends_its_threads(runner: str, busy: bool) -> 
     assert alive() is None and len(threads()) == count
 
 
+def test_a_worker_that_starts_may_end_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's first breath may be a collection; who starts it waits for that breath."""
+    start, ended = threading.Thread.start, []
+
+    def start_behind_a_collection(thread: threading.Thread) -> None:
+        if thread.name == "runnerscope-copy":
+            other = CpuStream("compute", Hooks("v2"))
+            collection = threading.Thread(target=other.close, daemon=True)
+            start(collection)
+            collection.join(timeout=10)
+            ended.append(not collection.is_alive())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_behind_a_collection)
+    CpuStream("copy", Hooks("v2")).close()
+    assert ended == [True]
+
+
 def test_a_sleeping_stream_keeps_no_step_alive() -> None:
     stream = CpuStream("compute", Hooks("v2"))
     tensor = torch.zeros(4)
