@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -18,6 +19,12 @@ settings.register_profile("local", **_COMMON)
 # A red run must be red again when somebody looks at it.
 settings.register_profile("ci", derandomize=True, **_COMMON)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported stays: a collection, of which closing an engine makes one, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -231,6 +231,7 @@ def test_a_model_that_cannot_be_fetched_is_a_users_error(
     assert "'somebody/something'" in err and "can't be reached" in err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(tiny: list[str]) -> None:
     command = f"{sys.executable} -m runnerscope --help | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -250,6 +251,7 @@ def test_every_engine_keyword_has_an_option(capsys: pytest.CaptureFixture[str]) 
             assert f"--{name}" in out, name
 
 
+@pytest.mark.slow
 def test_without_the_extra_lab_says_how_to_get_it() -> None:
     code = (
         "import sys\n"

@@ -20,6 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("engine", "kernels", "workbench")
 MAY_IMPORT = {"kernels": set(), "engine": {"kernels"}, "workbench": {"engine", "kernels"}}

@@ -186,6 +186,7 @@ def test_t9_prefixes_are_found_in_answers_too(runner: str, loop: str) -> None:
 # -- T25 with everything at once; the random ones are in test_property.py --------------------------------------------
 
 
+@pytest.mark.slow
 def test_t25_one_trace_on_every_runner_and_loop() -> None:
     trace = [
         TraceRequest(

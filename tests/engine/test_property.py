@@ -25,6 +25,8 @@ from tests.engine.engine_helpers import (
 from tests.engine.late_device import device_timing
 from tests.engine.snapshot_truth import assert_truthful
 
+pytestmark = pytest.mark.slow  # many traces
+
 
 def fixed(max_examples: int) -> settings:
     """The same traces again when somebody looks at a red run, on every machine."""

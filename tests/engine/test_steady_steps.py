@@ -135,6 +135,7 @@ def test_blocks_are_short_for_all_or_for_nobody() -> None:
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=50)
 def test_rounds_are_booked_as_if_at_once(data: st.DataObject) -> None:

@@ -25,6 +25,8 @@ from tests.engine.test_structured_output import ANSWERS, ENGINE, check_answer, h
 from tests.engine.test_sync_budget import counted_waits, counting_steps
 from tests.engine.tiny_text import letters, raw_bytes, text_model
 
+pytestmark = pytest.mark.slow  # many engines
+
 sides = pytest.mark.parametrize(("runner", "loop"), SIDES)
 
 

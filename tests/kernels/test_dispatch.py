@@ -139,6 +139,7 @@ def test_an_empty_grid_launches_nothing() -> None:
     assert out == 5.0
 
 
+@pytest.mark.slow
 def test_without_triton() -> None:
     out = run_python("""
         import sys
@@ -161,6 +162,7 @@ def test_without_triton() -> None:
         assert line.endswith("install triton, or use the form 'torch' or 'loop'")
 
 
+@pytest.mark.slow
 def test_a_process_started_with_triton_interpret() -> None:
     out = run_python(
         """

@@ -22,6 +22,8 @@ from kernels.noise import (
 from kernels.philox import philox, uniform
 from kernels.triton_support import launch, tl, triton
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 ALL_FORMS = ("loop", "torch", "interpret")
 TILE = 4 * LANES
 # u = 0 (twice), the smallest positive u, and u -> 1 (twice).

@@ -10,6 +10,8 @@ from kernels import paged_attention
 from kernels.paged_attention import MAX_COUNTERS, num_splits
 from tests.kernels.attention_batches import AttentionBatch, attention_batch, same_where_finite
 
+pytestmark = pytest.mark.slow  # interpreted kernels
+
 FAST_FORMS = ("torch", "interpret")
 SHAPES = {
     "gqa": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16},

