@@ -1,9 +1,9 @@
 """The Triton kernel of verify_attention.
 
 As in the kernel of decode_attention a program serves the query heads of one KV head over one part of one request's
-context, here those of several queries, so that a context is read once or twice however many drafts are verified. With
-few requests this step's own tokens are a part for themselves, and everything but qkv is read before the wait: nothing
-is done one after the other that can be done at once.
+context, here those of several queries. With many requests all of a request's queries are one program's, so that a
+context is read once however many drafts are verified. With few this step's own tokens are a part for themselves, and
+everything but qkv is read before the wait: nothing is done one after the other that can be done at once.
 """
 
 from kernels.head_rotation import rotation_factors
@@ -51,11 +51,14 @@ def verify_attention_kernel(
     SPLITS: tl.constexpr,
     OWN_PART: tl.constexpr,
 ):
-    """See the head of this file; the grid is (Hk * GROUPS * SPLITS, requests). A request's queries are served by GROUPS
-    programs, QUERIES each; row m of a block is head m % PER_QUERY of query m // PER_QUERY of a group;
-    of its BLOCK_M rows, as a matrix instruction takes them, ROWS may be somebody's. With OWN_PART
-    part 0 is this step's tokens, the others are the context's; without it part 0 has both. Without query_start_loc
-    every request has EACH queries, which see each other if they have a slot; with it a query sees those before it."""
+    """See the head of this file; the grid is (Hk * GROUPS * SPLITS, requests).
+
+    A request's queries are served by GROUPS programs, QUERIES each; row m of a block is head m % PER_QUERY of query
+    m // PER_QUERY of a group, and of its BLOCK_M rows, as a matrix instruction takes them, ROWS may be somebody's. With
+    OWN_PART part 0 is this step's tokens and the others are the context's; without it part 0 has both. Without
+    query_start_loc every request has EACH queries, which see each other if they have a slot; with it a query sees those
+    before it.
+    """
     CAUSAL: tl.constexpr = query_start_loc_ptr is not None
     NUM_HEADS: tl.constexpr = PER_QUERY * NUM_KV_HEADS
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM

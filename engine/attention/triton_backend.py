@@ -26,7 +26,7 @@ from kernels.token_rows import token_rows
 
 from .metadata import AttentionMetadata
 
-MAX_QUERIES = 16
+MAX_VERIFIED_TOKENS = 16
 """Most tokens a request of a batch that is taken as decodes with drafts; prompts are for the prefill kernel."""
 MAX_TOKENS_AS_DECODES = 64
 """Beyond, reading the context once for each token costs more than its splits save."""
@@ -77,7 +77,8 @@ class TritonAttention:
         r, decodes, t = metadata.num_reqs, metadata.num_decodes, metadata.num_tokens_padded
         block_table, seq_lens = metadata.block_table[:r], metadata.seq_lens[:r]
         fused = decodes == r == metadata.num_tokens and not metadata.has_admitted
-        is_verification = not fused and r > 0 and metadata.max_query_len <= MAX_QUERIES and not metadata.has_admitted
+        few_each = r > 0 and metadata.max_query_len <= MAX_VERIFIED_TOKENS
+        is_verification = few_each and not fused and not metadata.has_admitted
         as_decodes = not fused and not is_verification and r > 0 and t <= MAX_TOKENS_AS_DECODES
         slot_mapping = metadata.slot_mapping
         if as_decodes:

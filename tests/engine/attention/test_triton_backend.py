@@ -52,7 +52,7 @@ def test_equals_the_torch_backend(
     form: str, batch: str, pad: int, most_queries: int, as_decodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer queries in their own launch, all tokens taken as decodes, or all requests as ones that verify drafts."""
-    monkeypatch.setattr(triton_backend, "MAX_QUERIES", most_queries)
+    monkeypatch.setattr(triton_backend, "MAX_VERIFIED_TOKENS", most_queries)
     monkeypatch.setattr(triton_backend, "MAX_TOKENS_AS_DECODES", as_decodes)
     expected, expected_cache, got, cache = run(BATCHES[batch], form, pad)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
