@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..attention import AttentionMetadata
 from ..config import EngineConfig
 from ..device import Device
 from ..hooks import DRAFT_EVENTS, Hooks, InputsPrepared, KernelLaunched, SamplingTraced
@@ -78,23 +79,39 @@ class ModelRunnerV1:
         self.last_inputs: StepInputs | None = None
         self._inputs: StepInputs | None = None
         self._values = DeviceValues()
-        self.speculation = make_speculation(config, self.decoder, device)
         self._draft_token_ids: dict[str, list[int]] = {}
         self.graphs = ForwardGraphs(config, device, 0 if self.decoder is None else self.decoder.num_drafts)
+        self.speculation = make_speculation(config, self.model, self.decoder, device, self.graphs)
         device.catch_up()
-        self.graphs.capture(self._padding_forward)
+        self.capture()
 
     @property
     def capture_seconds(self) -> float:
         return self.graphs.seconds
 
+    def capture(self) -> None:
+        """What `graphs` takes: forwards, and the work of a drafter on the device."""
+        drafts = None if self.speculation is None else self.speculation.device_drafts
+        self.graphs.capture(self._padding_forward, None if drafts is None else self._padding_drafts)
+
     def _padding_forward(self, num_reqs: int, num_tokens: int) -> Callable[[], torch.Tensor]:
         """The forward of decodes, with all their drafts or without, of which none is there: it may run at any time and
         writes no cache."""
+        metadata, buffers = self._padding_metadata(num_reqs, num_tokens), self.input_buffers
+        inputs = self.model_state.prepare_inputs(buffers.input_ids.gpu[:num_tokens], buffers.positions[:num_tokens])
+        return partial(self.model, **inputs, metadata=metadata, kv_cache=self.kv_cache)
+
+    def _padding_drafts(self, num_reqs: int, num_tokens: int) -> Callable[[], torch.Tensor]:
+        """What the drafter does behind `_padding_forward`."""
+        assert self.speculation is not None and self.speculation.device_drafts is not None
+        metadata = self._padding_metadata(num_reqs, num_tokens)
+        return self.speculation.device_drafts.padding_work(metadata, self.input_buffers)
+
+    def _padding_metadata(self, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         buffers = self.input_buffers
         buffers.slot_mapping.fill_(-1)
         buffers.seq_lens.zero_()
-        metadata = self.model_state.prepare_attn(
+        return self.model_state.prepare_attn(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_tokens_padded=num_tokens,
@@ -106,8 +123,6 @@ class ModelRunnerV1:
             slot_mapping=buffers.slot_mapping[:num_tokens],
             num_decodes=num_reqs if num_tokens == num_reqs else 0,
         )
-        inputs = self.model_state.prepare_inputs(buffers.input_ids.gpu[:num_tokens], buffers.positions[:num_tokens])
-        return partial(self.model, **inputs, metadata=metadata, kv_cache=self.kv_cache)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +180,8 @@ class ModelRunnerV1:
                 scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
             ),
         )
-        self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata, drafts)
+        size = self.graphs.find(metadata)
+        self._inputs = StepInputs(req_ids, scheduled, query_start_loc_np, t, discarded, metadata, drafts, size)
         self._values = DeviceValues()
         self.last_inputs = self._inputs
         if InputsPrepared in self.hooks.wanted:
@@ -174,8 +190,8 @@ class ModelRunnerV1:
     def forward(self) -> None:
         assert self._inputs is not None, "forward: prepare_inputs comes first"
         t, metadata, values = self._inputs.num_tokens, self._inputs.metadata, self._values
-        if (size := self.graphs.find(metadata)) is not None:
-            self._submit_replay(size, t, values)
+        if self._inputs.size is not None:
+            self._submit_replay(self._inputs.size, t, values)
             return
         inputs = self.model_state.prepare_inputs(self.input_buffers.input_ids.gpu[:t], self.input_buffers.positions[:t])
 
@@ -250,7 +266,7 @@ class ModelRunnerV1:
             return None
         return self.speculation.device_drafts.prepare(
             self.input_batch, inputs.num_scheduled_tokens, inputs.num_drafts, inputs.discarded, inputs.metadata,
-            self.input_buffers.input_ids.gpu, self.input_buffers.positions,
+            self.input_buffers, inputs.size,
         )  # fmt: skip
 
     def draft_token_ids(self, req_ids: Sequence[str]) -> dict[str, list[int]]:

@@ -11,10 +11,12 @@ import torch
 
 from ..config import EngineConfig
 from ..device import Device
+from ..models import CausalLM
 from ..sample.draft_trace import draft_tensors, padded_drafts
 from ..sched_output import GrammarOutput
 from ..spec_decode import SpecDecoder
 from .device_drafts import DeviceDrafts
+from .forward_graphs import ForwardGraphs
 from .input_batch import InputBatch
 from .rejection_sampler import (
     RejectionSamplerOutput,
@@ -101,11 +103,14 @@ class HostSpeculation:
         return dict(zip(rows, self._decoder.propose_from_tokens(tokens), strict=True))
 
 
-def make_speculation(config: EngineConfig, decoder: SpecDecoder | None, device: Device) -> HostSpeculation | None:
-    """None without a decoder."""
+def make_speculation(
+    config: EngineConfig, model: CausalLM, decoder: SpecDecoder | None, device: Device, graphs: ForwardGraphs
+) -> HostSpeculation | None:
+    """None without a decoder. `graphs`: behind whose forwards a drafter on the device will be captured."""
     spec = config.speculative_config
     if spec is None or decoder is None:
         return None
+    assert config.max_num_seqs is not None
     rates = spec.conditional_acceptance_rates(decoder.num_drafts)
-    device_drafts = None if decoder.on_host else DeviceDrafts(decoder, device, config.seed)
-    return HostSpeculation(decoder, spec.rejection_sample_method, rates, device, device_drafts)
+    drafts = None if decoder.on_host else DeviceDrafts(decoder, device, config.max_num_seqs, model, graphs)
+    return HostSpeculation(decoder, spec.rejection_sample_method, rates, device, drafts)

@@ -9,6 +9,7 @@ import torch
 
 from ..attention import AttentionMetadata
 from ..sample.logprobs import LogprobsTensors
+from .forward_graphs import ForwardSize
 from .outputs import prompt_key
 from .rejection_sampler import RejectionSamplerOutput
 from .sampler import SamplerOutput
@@ -26,6 +27,8 @@ class StepInputs:
     metadata: AttentionMetadata
     drafts: tuple[list[int], ...]
     """Of each row, the last tokens of its query."""
+    size: ForwardSize | None
+    """Of the captured forward that the step runs; None: piece by piece."""
 
     @property
     def num_drafts(self) -> tuple[int, ...]:

@@ -72,6 +72,19 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def note_drafts(llm: LLM) -> list[dict[str, list[int]]]:
+    """Will hold the drafts that runner V1 gives the scheduler, of each step from now on, by request."""
+    noted: list[dict[str, list[int]]] = []
+    take = llm.core.runner.take_draft_token_ids
+
+    def taken() -> dict[str, list[int]]:
+        noted.append(take())
+        return noted[-1]
+
+    llm.core.runner.take_draft_token_ids = taken  # type: ignore[method-assign]
+    return noted
+
+
 @cache
 def _reference_llm(name: str) -> LLM:
     return make_llm("v1", "plain", tiny_model(name), enable_prefix_caching=False, max_num_seqs=1)

@@ -29,15 +29,16 @@ class RepeatedWork:
 
     def capture(self, key: Hashable, factory: Factory) -> None:
         work = factory()
-        step = getattr(work.func, "__self__", None)  # type: ignore[attr-defined]
+        keywords = getattr(work, "keywords", {})
 
         def run() -> Any:
             # The attention of a CPU groups by the host's lengths, which a captured step doesn't have.
             with torch.inference_mode():
-                if step is not None:  # V2's whole step
-                    step.metadata = with_lengths_read(step.metadata)
-                    return work()
-                return work(metadata=with_lengths_read(work.keywords["metadata"]))  # type: ignore[attr-defined]
+                if "metadata" in keywords:  # V1's forward, and its drafter's
+                    return work(metadata=with_lengths_read(keywords["metadata"]))  # type: ignore[call-arg]
+                step = work.func.__self__  # type: ignore[attr-defined]
+                step.metadata = with_lengths_read(step.metadata)
+                return work()
 
         self._work[key] = run
 

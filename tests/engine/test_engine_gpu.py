@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from engine.attention import allocate_kv_cache
 from engine.hooks import Event
 from engine.models import CausalLM, LoadedModel, load_model
 from engine.models.rope import RotaryEmbedding
+from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
 from tests.engine.attention.batches import make_batch
+from tests.engine.engine_helpers import note_drafts
 
 pytestmark = pytest.mark.gpu
 MODEL = "qwen3-0.6b"
@@ -37,7 +41,7 @@ def tokens(llm: LLM, asked: list[dict[str, list[int]]], params: SamplingParams) 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return load_model(
-        MODEL, dtype=torch.float32, device=torch.device("cuda"), load_format="dummy", skip_tokenizer_init=True
+        MODEL, dtype=torch.float32, device=torch.device("cpu"), load_format="dummy", skip_tokenizer_init=True
     )
 
 
@@ -80,6 +84,25 @@ def test_the_runners_agree(loaded: LoadedModel, async_scheduling: bool, enforce_
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_v1s_drafts_are_those_piece_by_piece(loaded: LoadedModel, method: str, tmp_path: Path) -> None:
+    """Its drafter is captured behind each size of its forward; ten requests run at the size of sixteen."""
+    spec: dict[str, Any] = {"method": method, "model": MODEL, "num_speculative_tokens": 3}
+    if method == "mtp":
+        config = mtp_config(loaded.config)
+        write_mtp(tmp_path, config, init_weights(config, 3), torch.float32)
+        spec = {"method": method, "model": str(tmp_path)}
+    results = []
+    for eager in (False, True):
+        keywords = ENGINE | {"async_scheduling": False, "enforce_eager": eager, "speculative_config": spec}
+        llm = LLM(loaded=loaded, use_v2_model_runner=False, **keywords)
+        drafts = note_drafts(llm)
+        results.append((tokens(llm, prompts(10, 60, seed=2), greedy(24)), drafts))
+        llm.core.check_integrity()
+        llm.close()
+    assert results[0] == results[1] and any(results[0][1])
+
+
 @pytest.mark.parametrize("engine", [{"use_v2_model_runner": v2} for v2 in (False, True)], indirect=True)
 def test_nobody_reads_what_nobody_wrote(engine: LLM) -> None:
     """NaN in the null block, in every block that no request owns and in V2's padding row: the tokens stay."""
@@ -98,7 +121,7 @@ def test_bfloat16_logits_stay_near_float32() -> None:
     mean. The fused step may be off by no more than a tenth more than those.
     """
     half, whole = (
-        load_model(MODEL, dtype=dtype, device=torch.device("cuda"), load_format="dummy", skip_tokenizer_init=True).model
+        load_model(MODEL, dtype=dtype, device=torch.device("cpu"), load_format="dummy", skip_tokenizer_init=True).model
         for dtype in (torch.bfloat16, torch.float32)
     )
     with torch.inference_mode():

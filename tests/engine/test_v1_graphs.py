@@ -1,49 +1,84 @@
-"""V1's captured forwards give what its forwards piece by piece give: decodes, and decodes with drafts."""
+"""What V1 captures gives what it gives piece by piece: forwards of decodes, of decodes with drafts, and a drafter."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.runner_v1.forward_graphs import ForwardGraphs
+from engine.runner_v1.speculation import make_speculation
+from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
+from tests.engine.engine_helpers import note_drafts, tiny_model
 from tests.engine.replays import RepeatedWork
 
 SIZES = (1, 2, 4)
-SPEC = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8], [3, 4, 5, 3, 4, 5, 3, 4, 5, 3]]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFT_MODEL = {"method": "draft_model", "model": "tiny-llama", "num_speculative_tokens": 3}
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8], [3, 4, 5], [7, 9, 7, 9, 7, 9, 7, 9, 7, 9, 7, 9]]
+LENGTHS = (30, 20, 44, 37)
+Answers = tuple[list[tuple[int, ...]], list[dict[str, list[int]]]]
+"""Of each request its tokens, of each step its drafts."""
 
 
-def answers(captured: bool, **config: Any) -> tuple[list[tuple[int, ...]], RepeatedWork]:
-    pool = RepeatedWork()
+def answers(captured: bool, speculative_config: Any) -> tuple[Answers, RepeatedWork, RepeatedWork]:
+    """With the pools of forwards and of drafts."""
+    pools = RepeatedWork(), RepeatedWork()
     llm = LLM(
-        "tiny-qwen3", load_format="dummy", dtype="float32", skip_tokenizer_init=True, use_v2_model_runner=False,
-        max_num_seqs=4, max_model_len=128, block_size=4, num_gpu_blocks_override=120, **config,
+        "tiny-llama", load_format="dummy", dtype="float32", skip_tokenizer_init=True, use_v2_model_runner=False,
+        max_num_seqs=4, max_model_len=128, block_size=4, num_gpu_blocks_override=120, async_scheduling=False,
+        speculative_config=speculative_config,
     )  # fmt: skip
     try:
         runner = llm.core.runner
         if captured:  # a CPU has no sizes to capture
             config = replace(runner.config, cudagraph_capture_sizes=SIZES, enforce_eager=False)
             runner.graphs = ForwardGraphs(config, llm.core.device, runner.decoder.num_drafts if runner.decoder else 0)
-            runner.graphs._pool = pool
-            runner.graphs.capture(runner._padding_forward)
-        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (30, 20, 40)]
+            runner.graphs._pool, runner.graphs._drafts = pools
+            runner.speculation = make_speculation(
+                config, runner.model, runner.decoder, llm.core.device, runner.graphs
+            )
+            runner.capture()
+        drafts = note_drafts(llm)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in LENGTHS]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        outputs += llm.generate(prompts[:2], params[:2], use_tqdm=False)  # with prefix hits
-        return [output.outputs[0].token_ids for output in outputs], pool
+        # With prefix hits: on blocks that the rows of requests which had ended must have left alone.
+        again = [prompt + list(output.outputs[0].token_ids) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+        outputs += llm.generate([{"prompt_token_ids": ids} for ids in again], params, use_tqdm=False)
+        return ([output.outputs[0].token_ids for output in outputs], drafts), *pools
     finally:
         llm.close()
 
 
-@pytest.mark.parametrize("speculative_config", [None, SPEC], ids=["plain", "ngram"])
+@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
 def test_tokens_are_those_without_graphs(speculative_config: Any) -> None:
-    config = {"async_scheduling": False, "speculative_config": speculative_config}
-    expected, _ = answers(False, **config)
-    got, pool = answers(True, **config)
+    expected, *_ = answers(False, speculative_config)
+    got, forwards, drafts = answers(True, speculative_config)
     assert got == expected
-    assert pool.num_replays > 20
-    drafted = {size for size in pool.replayed if size[1] > size[0]}
+    assert forwards.num_replays > 20 and drafts.num_replays == 0
+    drafted = {size for size in forwards.replayed if size[1] > size[0]}
     assert drafted == (set() if speculative_config is None else {(1, 4), (2, 8), (4, 16)})
+
+
+def a_head(path: Path) -> dict[str, Any]:
+    config = mtp_config(tiny_model().config)
+    write_mtp(path, config, init_weights(config, 3), torch.float32)
+    return {"method": "mtp", "model": str(path)}
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_drafts_are_those_without_graphs(method: str, tmp_path: Path) -> None:
+    """Also for fewer requests than a size has, and where some of them have fewer drafts."""
+    spec = a_head(tmp_path) if method == "mtp" else DRAFT_MODEL
+    expected, *_ = answers(False, spec)
+    got, forwards, drafts = answers(True, spec)
+    assert got == expected
+    # Every replayed forward has its drafter behind it, of all sizes.
+    assert drafts.replayed == forwards.replayed
+    assert {size[0] for size in drafts.replayed if size[1] > size[0]} == set(SIZES)
+    assert sum(map(len, got[1])) > 50
