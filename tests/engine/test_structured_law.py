@@ -14,7 +14,7 @@ from tests.engine.engine_helpers import VOCAB, ids, replaced_model, tiny_llm
 from tests.engine.grammars import token_of
 from tests.engine.test_speculation import itself, ngram
 from tests.engine.tiny_text import raw_bytes, text_model
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 
 pytestmark = pytest.mark.slow
 
