@@ -12,9 +12,9 @@ from engine import SamplingParams
 from engine.hooks import SamplingTraced
 from engine.runner_v2.output_turns import OutputTurns
 from kernels import SampledStep, StateRows, finish_step, paged_attention
+from tests.engine.drafters import CIRCUMSTANCES, PROMPTS, itself, lookup, ngram, one_head
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, ids, prompt_of, reference, run_trace, tiny_llm
 from tests.engine.replays import repeat_instead_of_capture
-from tests.engine.test_speculation import CIRCUMSTANCES, PROMPTS, itself, lookup, ngram, one_head
 
 SIZES = {"cudagraph_capture_sizes": (1, 2, 4, 8)}
 
