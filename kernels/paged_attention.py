@@ -11,6 +11,7 @@ from kernels.triton_support import can_launch_early, launch
 
 MAX_COUNTERS = 1024
 _MAX_SPLITS = 32
+"""Programs that share a context at most, whichever kernel asks."""
 LOG2_E = 1.4426950408889634
 
 
@@ -145,7 +146,7 @@ def _launch(
     )
 
 
-def num_splits(num_pairs: int, most: int) -> int:
+def num_splits(num_pairs: int, most: int = _MAX_SPLITS) -> int:
     """How many programs share the context of each pair of a request and a KV head: a power of two, at most `most`.
 
     About sixteen programs of a warp for each multiprocessor in all, so that those with long contexts don't end alone.

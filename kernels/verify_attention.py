@@ -19,7 +19,6 @@ from kernels.verify_attention_triton import verify_attention_kernel
 MAX_QUERIES = 64
 _VERY_FEW, _FEW = 2, 16
 """Requests."""
-_MAX_SPLITS = 32
 _COMBINED = 8192
 """Elements that the program which combines the parts of a context holds at most: 64 a thread of four warps."""
 _MAX_ROWS = 128
@@ -185,7 +184,7 @@ def _tiles(num_reqs: int, num_kv_heads: int, per_query: int, max_query_len: int,
     block_m = max(16, 1 << (own * per_query - 1).bit_length())
     size = block_m * block_d
     pairs = num_reqs * num_kv_heads
-    splits = num_splits(pairs, _MAX_SPLITS) if pairs * groups <= MAX_COUNTERS else 1
+    splits = num_splits(pairs) if pairs * groups <= MAX_COUNTERS else 1
     if num_reqs <= _VERY_FEW:
         parts, block_n = (16, 32) if queries <= 2 else (8, 64)
         splits = max(1, min(splits, parts, _COMBINED // 2 // (block_d << (per_query - 1).bit_length())))

@@ -1,16 +1,20 @@
-"""Grammars over a vocabulary of single bytes, and random walks through them: for tests of structured output."""
+"""Grammars over a vocabulary of single bytes: answers that are held to them, and random walks through them."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
+import re
 from typing import Any
 
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from engine import StructuredOutputsParams
+from engine import SamplingParams, StructuredOutputsParams
 from engine.sample.structured_output import StructuredOutputManager, StructuredOutputRequest
 from tests.engine.engine_helpers import EOS
+from tests.engine.random_schemas import fits, random_schema
 
 NO_STOPS: frozenset[int] = frozenset()
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -20,6 +24,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "choice of the text of a special token": ({"choice": ["</s>"]}, "</s>"),
     "grammar": ({"grammar": 'root ::= "x" term "y"\nterm ::= [0-9]{1,3} | "(" [0-9] ")"'}, r"x(\d{1,3}|\(\d\))y"),
 }
+SCHEMAS = [random_schema(random.Random(seed)) for seed in range(100, 112)]
+ANSWERS = [{"json": schema, "disable_any_whitespace": True} for schema in SCHEMAS] + [f for f, _ in CASES.values()]
+ENGINE: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 513}
 
 
 def alphabet() -> list[str]:
@@ -29,6 +36,11 @@ def alphabet() -> list[str]:
 def token_of(char: str) -> int:
     """The token of an ASCII character in `raw_bytes`."""
     return 3 + sorted(alphabet()).index({" ": "Ġ"}.get(char, char))
+
+
+def text(chars: str) -> list[int]:
+    """The tokens of ASCII characters."""
+    return [token_of(char) for char in chars]
 
 
 def byte_of(token: int) -> int:
@@ -68,3 +80,34 @@ def walk(manager: StructuredOutputManager, request: StructuredOutputRequest, rng
         tokens.append(token)
     assert tokens.pop() == EOS
     return tokens
+
+
+def held(max_tokens: int = 120, temperature: float = 1.0, seed: int | None = 1, **fields: Any) -> SamplingParams:
+    """Parameters of an answer that is held to a grammar; `fields` are the grammar's, then those of the parameters."""
+    names = [f.name for f in dataclasses.fields(StructuredOutputsParams) if f.name in fields]
+    structured = {name: fields.pop(name) for name in names}
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=structured, **fields
+    )
+
+
+def check_answer(fields: dict[str, Any], text: str) -> None:
+    if "json" in fields:
+        assert fits(json.loads(text), fields["json"]), (fields, text)
+    else:
+        pattern = next(pattern for other, pattern in CASES.values() if other == fields)
+        assert re.fullmatch(pattern, text), (fields, text)
+
+
+def count_samples(llm: Any) -> list[bool]:
+    """Of each step that samples from now on: whether a request with a grammar has drafts in it."""
+    steps: list[bool] = []
+    runner = llm.core.runner
+    sample = runner.sample_tokens
+
+    def counted(grammar_output: Any = None) -> Any:
+        steps.append(grammar_output is not None and max(grammar_output.num_rows, default=0) > 1)
+        return sample(grammar_output)
+
+    runner.sample_tokens = counted
+    return steps

@@ -13,13 +13,13 @@ import torch
 from engine import LLM, SamplingParams
 from engine.hooks import DRAFT_EVENTS, DraftProposed, DraftVerified, Event, Sampled
 from engine.sample.draft_trace import draft_tensors, padded_drafts, padded_rows, read_draft_traces
+from tests.engine.drafters import SIDES
 from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.engine.engine_helpers import TraceRequest, greedy, ids, prompt_of, run_trace, tiny_llm
 from tests.engine.test_sync_budget import counting_steps
 
 pytestmark = pytest.mark.slow
 
-SIDES = [("v1", "plain"), ("v2", "plain"), ("v2", "overlapped")]
 REPEATING = (prompt_of(5, 1) * 6)[:26]
 # So few tokens are allowed that a text repeats itself.
 FEW: dict[str, Any] = {"allowed_token_ids": [5, 6, 7], "max_tokens": 24, "ignore_eos": True}

@@ -18,21 +18,12 @@ from engine.models import LoadedModel, Tokenizer, read_checkpoint
 from engine.sample.grammar_vocabulary import grammar_vocabulary, without_control_characters
 from engine.sample.structured_output import StructuredOutputManager
 from engine.sched_output import GrammarOutput
-from tests.engine.engine_helpers import (
-    EOS,
-    VOCAB,
-    tiny_llm,
-)
+from tests.engine.engine_helpers import EOS, VOCAB, tiny_llm
 from tests.engine.grammars import CASES, NO_STOPS, allowed, alphabet, byte_of, started, token_of, walk
 from tests.engine.random_schemas import fits, random_schema
-from tests.engine.tiny_text import letters, raw_bytes, text_model
+from tests.engine.tiny_text import letters, text_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return text_model(tmp_path_factory.mktemp("bytes"), raw_bytes())
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import torch
 from engine import SamplingParams
 from engine.hooks import SamplingTraced
 from engine.runner_v2.output_turns import OutputTurns
-from kernels import SampledStep, StateRows, finish_step, paged_attention
+from kernels import SampledStep, StateRows, finish_step
+from tests.engine.drafters import CIRCUMSTANCES, PROMPTS, itself, lookup, ngram, one_head
 from tests.engine.engine_helpers import TraceRequest, both_loops, greedy, ids, prompt_of, reference, run_trace, tiny_llm
 from tests.engine.replays import repeat_instead_of_capture
-from tests.engine.test_speculation import CIRCUMSTANCES, PROMPTS, itself, lookup, ngram, one_head
 
 SIZES = {"cudagraph_capture_sizes": (1, 2, 4, 8)}
 
@@ -90,9 +90,9 @@ def test_drafts_of_every_kind(loop: str, spec: Any, circumstances: str, monkeypa
         assert result.tokens(request.request_id) == reference(request.prompt, request.params)
 
 
+@pytest.mark.usefixtures("few_splits")
 @pytest.mark.parametrize("spec", [None, one_head], ids=["no drafts", "one head"])
 def test_the_kernels_that_a_gpu_runs(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)  # nearly all of its programs find nothing to read
     pools = repeat_instead_of_capture(monkeypatch)
     trace = [TraceRequest(f"r{i}", tuple(prompt_of(3 + i, i)), greedy(3 + i), arrival=i) for i in range(3)]
     keywords = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "cudagraph_capture_sizes": (2, 4)}

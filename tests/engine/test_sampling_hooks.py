@@ -22,6 +22,7 @@ from engine.hooks import (
 from engine.models import LoadedModel
 from engine.runner_v2.sample.prompt_logprobs import chunk_rows
 from engine.sample.prompt_logprobs import LOGITS_ROWS
+from tests.engine.drafters import SIDES, ngram
 from tests.engine.engine_helpers import (
     EOS,
     VOCAB,
@@ -33,15 +34,7 @@ from tests.engine.engine_helpers import (
     run_trace,
     tiny_llm,
 )
-from tests.engine.grammars import token_of
-from tests.engine.test_speculation import SIDES, ngram
-from tests.engine.test_structured_output import ENGINE, held
-from tests.engine.tiny_text import raw_bytes, text_model
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return text_model(tmp_path_factory.mktemp("bytes"), raw_bytes())
+from tests.engine.grammars import ENGINE, held, token_of
 
 
 @both_runners

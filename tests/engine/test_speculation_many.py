@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.drafters import OTHERS, SIDES, ngram, one_head, repeating
 from tests.engine.engine_helpers import TraceRequest, greedy, prompt_of, reference, run_trace, tiny_llm
-from tests.engine.test_speculation import OTHERS, SIDES, ngram, one_head, repeating
 
 pytestmark = pytest.mark.slow
 

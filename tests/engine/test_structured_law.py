@@ -10,11 +10,10 @@ import torch
 
 from engine import SamplingParams
 from engine.models import LoadedModel
+from tests.engine.drafters import drawn, ngram
 from tests.engine.engine_helpers import VOCAB, ids, replaced_model, tiny_llm
 from tests.engine.grammars import token_of
-from tests.engine.test_speculation import itself, ngram
-from tests.engine.tiny_text import raw_bytes, text_model
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 
 pytestmark = pytest.mark.slow
 
@@ -22,17 +21,12 @@ DRAWS = 40_000
 LENGTH = 240
 FIRST, SECOND = ([token_of(char) for char in chars] for chars in ("abcd", "cdef"))
 """What the grammar allows at even and at odd places: two tokens at both, so that a draft is refused now and then."""
-DRAWN = {"speculative_config": itself(3)["speculative_config"] | {"draft_sample_method": "probabilistic"}}
+DRAWN = drawn(3)
 CASES = [
     (*side, spec, method)
     for *side, spec in (("v1", "plain", ngram(3)), ("v2", "overlapped", ngram(3)), ("v2", "overlapped", DRAWN))
     for method in ("standard", "block")
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return text_model(tmp_path_factory.mktemp("bytes"), raw_bytes())
 
 
 @pytest.mark.parametrize(("runner", "loop", "spec", "method"), CASES)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import random
 import re
 import threading
 from typing import Any
@@ -25,37 +22,7 @@ from tests.engine.engine_helpers import (
     run_trace,
     tiny_llm,
 )
-from tests.engine.grammars import CASES, token_of
-from tests.engine.random_schemas import fits, random_schema
-from tests.engine.tiny_text import raw_bytes, text_model
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return text_model(tmp_path_factory.mktemp("bytes"), raw_bytes())
-
-
-ENGINE: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 513}
-
-
-def held(max_tokens: int = 120, temperature: float = 1.0, seed: int | None = 1, **fields: Any) -> SamplingParams:
-    names = [f.name for f in dataclasses.fields(StructuredOutputsParams) if f.name in fields]
-    structured = {name: fields.pop(name) for name in names}
-    return SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=structured, **fields
-    )
-
-
-SCHEMAS = [random_schema(random.Random(seed)) for seed in range(100, 112)]
-ANSWERS = [{"json": schema, "disable_any_whitespace": True} for schema in SCHEMAS] + [f for f, _ in CASES.values()]
-
-
-def check_answer(fields: dict[str, Any], text: str) -> None:
-    if "json" in fields:
-        assert fits(json.loads(text), fields["json"]), (fields, text)
-    else:
-        pattern = next(pattern for other, pattern in CASES.values() if other == fields)
-        assert re.fullmatch(pattern, text), (fields, text)
+from tests.engine.grammars import ANSWERS, ENGINE, check_answer, held, token_of
 
 
 @both_runners

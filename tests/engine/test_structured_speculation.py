@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,43 +14,19 @@ from hypothesis import strategies as st
 
 from engine import SamplingParams
 from engine.models import LoadedModel, Tokenizer, load_model
+from tests.engine.drafters import SIDES, drawn, itself, lookup, ngram, one_head, ruled, sides
 from tests.engine.dspark.golden import HEADS, ROOT
-from tests.engine.engine_helpers import EOS, TraceRequest, ids, limited_steps, prompt_of, replaced_model, run_trace
+from tests.engine.engine_helpers import EOS, TraceRequest, ids, prompt_of, run_trace
 from tests.engine.engine_helpers import tiny_llm as engine
-from tests.engine.grammars import token_of
-from tests.engine.late_device import device_timing
-from tests.engine.test_speculation import SIDES, itself, lookup, ngram, one_head
-from tests.engine.test_structured_output import ANSWERS, ENGINE, check_answer, held
-from tests.engine.test_sync_budget import counted_waits, counting_steps
-from tests.engine.tiny_text import letters, raw_bytes, text_model
+from tests.engine.grammars import ANSWERS, ENGINE, check_answer, held, text
+from tests.engine.tiny_text import letters
 
 pytestmark = pytest.mark.slow  # many engines
-
-sides = pytest.mark.parametrize(("runner", "loop"), SIDES)
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return text_model(tmp_path_factory.mktemp("bytes"), raw_bytes())
-
-
-def drawn(k: int) -> dict[str, Any]:
-    """The target as its own draft model, which draws: from all tokens, so that a grammar has much to refuse."""
-    return {"speculative_config": itself(k)["speculative_config"] | {"draft_sample_method": "probabilistic"}}
-
 
 Spec = Callable[[int], dict[str, Any]]
 EVERYWHERE: list[Spec] = [ngram, itself, one_head]
 DRAFTERS = [(*side, spec) for side in SIDES for spec in EVERYWHERE]
 DRAFTERS += [("v2", loop, spec) for loop in ("plain", "overlapped") for spec in (lookup, drawn)]
-
-
-def ruled(spec: dict[str, Any], method: str) -> dict[str, Any]:
-    return {"speculative_config": spec["speculative_config"] | {"rejection_sample_method": method}}
-
-
-def text(chars: str) -> list[int]:
-    return [token_of(char) for char in chars]
 
 
 @pytest.mark.slow
@@ -175,122 +150,6 @@ def test_any_trace(loaded: LoadedModel, data: st.DataObject) -> None:
 
 
 @sides
-def test_an_answer_ends_where_its_grammar_ends_inside_accepted_drafts(
-    runner: str, loop: str, loaded: LoadedModel
-) -> None:
-    """The prompt says it all before, and goes on behind the end."""
-    prompt, params = [*text("abcdef"), EOS] * 3, held(regex="abcdef", temperature=0)
-    with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(12)) as llm:
-        samples = _count_samples(llm)
-        (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
-        llm.core.check_integrity()
-    completion = output.outputs[0]
-    assert completion.token_ids == (*text("abcdef"), EOS)
-    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("abcdef", "stop", None)
-    assert output.metrics.num_accepted_tokens >= 6 and len(samples) <= 3
-
-
-@sides
-@pytest.mark.parametrize("method", ["standard", "block"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_the_grammar_refuses_is_rejected_there(
-    runner: str, loop: str, method: str, temperature: float, loaded: LoadedModel
-) -> None:
-    """The prompt repeats itself, the grammar wants something else each time."""
-    prompt, params = text("abcxabcyabcz" * 2), held(regex="(abc[0-9]){4}", temperature=temperature)
-    with engine(runner, loop, loaded=loaded, **ENGINE, **ruled(ngram(5), method)) as llm:
-        (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
-    assert re.fullmatch(r"(abc\d){4}", output.outputs[0].text) and output.outputs[0].finish_reason == "stop"
-    metrics = output.metrics
-    assert metrics.num_accepted_tokens >= 4
-    if runner == "v2":  # V1 leaves such drafts out
-        assert metrics.num_draft_tokens - metrics.num_accepted_tokens >= 4
-
-
-@sides
-def test_the_only_wait_that_is_added_is_for_drafts_of_requests_with_a_grammar(
-    runner: str, loop: str, loaded: LoadedModel
-) -> None:
-    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    prompt = ids(*text("abcab" * 4))
-    for params in ([free, free], [free, held(regex="[a-z]{20}", temperature=0, max_tokens=20)]):
-        with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(3)) as llm:
-            samples = _count_samples(llm)
-            llm.generate([prompt, prompt], params, use_tqdm=False)
-            waits = llm.core.device.waits
-            assert waits.outside_step == ({"output": len(samples)} if runner == "v2" else {})
-            if runner == "v1":
-                assert waits.inside_step == {"sampled tokens": len(samples)}
-            elif params[1] is free:
-                assert waits.inside_step == {}
-            else:  # none in the step of the prompt, one in each that verifies drafts of the other
-                assert waits.inside_step == {"drafts": sum(samples)} and 3 < sum(samples) < len(samples)
-
-
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
-def test_v2_waits_for_the_drafts_once_and_reads_no_device_tensor(loop: str, loaded: LoadedModel) -> None:
-    with engine("v2", loop, loaded=loaded, **ENGINE, **ngram(3)) as llm, counting_steps(llm) as counts:
-        samples, waited = _count_samples(llm), llm.core.runner.draft_token_ids
-        of_drafts: Counter[str] = Counter()
-
-        def counted(req_ids: list[str]) -> dict[str, list[int]]:
-            with counted_waits() as own:
-                drafts = waited(req_ids)
-            of_drafts.update(own)
-            return drafts
-
-        llm.core.runner.draft_token_ids = counted
-        params = [held(regex="[a-z]{20}", temperature=t, logprobs=1) for t in (0.0, 1.0)]
-        llm.generate([ids(*text("abcab" * 4))] * 2, params, use_tqdm=False)
-    assert counts == Counter()
-    assert of_drafts["CpuEvent.synchronize"] == sum(samples) > 3
-    assert set(of_drafts) <= {"CpuEvent.synchronize", "Event.wait", "Condition.wait"}
-
-
-@pytest.mark.parametrize("timing", ["threads", "late"])
-@sides
-def test_a_device_may_be_as_late_as_it_likes(runner: str, loop: str, timing: str, loaded: LoadedModel) -> None:
-    """What the host writes too early, or reads, is found by a device that runs only while somebody waits for it."""
-    prompts = [ids(*text("abcab" * n)) for n in (2, 3, 4)]
-    params = [held(regex="[abc]{20}", temperature=0), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
-              held(regex="([ab]{2}[a-z]){5}", temperature=0)]  # fmt: skip
-    answers = []
-    for spec, own_timing in (({}, "threads"), (ngram(3), timing)):
-        with device_timing(own_timing), engine(runner, loop, loaded=loaded, **ENGINE, **spec) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
-    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 3
-
-
-def _count_samples(llm: Any) -> list[bool]:
-    """Of each step that samples from now on: whether a request with a grammar has drafts in it."""
-    steps: list[bool] = []
-    runner = llm.core.runner
-    sample = runner.sample_tokens
-
-    def counted(grammar_output: Any = None) -> Any:
-        steps.append(grammar_output is not None and max(grammar_output.num_rows, default=0) > 1)
-        return sample(grammar_output)
-
-    runner.sample_tokens = counted
-    return steps
-
-
-@sides
-def test_where_nothing_is_left_the_request_ends_with_an_error(runner: str, loop: str, loaded: LoadedModel) -> None:
-    """What the caller allows, the grammar refuses, among drafts; the others of the batch go on."""
-    prompt = ids(*[*text("aaab"), EOS] * 4)
-    impossible = held(regex="aaab", temperature=0, allowed_token_ids=text("ax"))
-    with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(3)) as llm:
-        params = [impossible, held(regex="aaab", temperature=0)]
-        bad, good = (output.outputs[0] for output in llm.generate([prompt] * 2, params, use_tqdm=False))
-    assert (bad.finish_reason, bad.token_ids[:3], len(bad.token_ids)) == ("error", tuple(text("aaa")), 4)
-    assert "isn't allowed by the grammar" in str(bad.stop_reason)
-    assert (good.text, good.finish_reason) == ("aaab", "stop")
-
-
-@sides
 def test_logprobs_are_those_without_drafts(runner: str, loop: str, loaded: LoadedModel) -> None:
     prompt, params = ids(*text("abcab" * 4)), held(regex="[abc]{12}!", temperature=0, logprobs=2)
     answers = []
@@ -305,57 +164,3 @@ def test_logprobs_are_those_without_drafts(runner: str, loop: str, loaded: Loade
         for token, entry in expected.items():
             if entry.logprob > -100:  # of those that are forbidden any may be listed
                 assert (entry.rank, entry.logprob) == (got[token].rank, pytest.approx(got[token].logprob, abs=1e-4))
-
-
-@sides
-def test_a_failed_step_does_not_lose_the_place_in_the_grammar(runner: str, loop: str, loaded: LoadedModel) -> None:
-    prompt, params = ids(*text("abcab" * 4)), held(regex="[a-c]{24}[0-9]{3}", temperature=0)
-    with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(2)) as llm, limited_steps(llm):
-        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
-        llm.add(prompt, params, request_id="a", final_only=True)
-        for _ in range(6):
-            llm.step()
-
-        def fail(*args: object) -> None:
-            raise RuntimeError("no logits today")
-
-        with replaced_model(llm, compute_logits=fail), pytest.raises(RuntimeError, match="no logits today"):
-            for _ in range(3):
-                llm.step()
-        answer = next(output for _ in range(60) for output in llm.step()).outputs[0].text
-    assert re.fullmatch("[a-c]{24}[0-9]{3}", answer) and answer == expected
-
-
-@sides
-def test_an_aborted_request_leaves_nothing_behind(runner: str, loop: str, loaded: LoadedModel) -> None:
-    prompt = tuple(text("abcab" * 3))
-    trace = [TraceRequest(f"r{i}", prompt, held(regex="[a-z]{40}"), abort_at=3 + i) for i in range(4)]
-    with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(3)) as llm:
-        result = run_trace(llm, [*trace, TraceRequest("kept", prompt, held(regex="[abc]{9}"))])
-    assert re.fullmatch("[abc]{9}", result.outputs["kept"].outputs[0].text)
-
-
-@sides
-def test_a_request_may_be_aborted_between_the_phases_of_a_verifying_step(
-    runner: str, loop: str, loaded: LoadedModel
-) -> None:
-    prompt = ids(*text("abcab" * 3))
-    with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(3)) as llm, limited_steps(llm):
-        for request_id in ("gone", "kept"):
-            llm.add(prompt, held(regex="[abc]{12}", temperature=0), request_id=request_id, final_only=True)
-        for _ in range(4):
-            llm.step()
-        for phase in llm.core.phases():
-            if phase == "forward":
-                llm.abort(["gone"])
-        (output,) = [output for _ in range(30) for output in llm.step()]
-    assert output.request_id == "kept" and re.fullmatch("[abc]{12}", output.outputs[0].text)
-
-
-def test_what_accepts_whatever_the_target_says_keeps_no_grammar(loaded: LoadedModel) -> None:
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
-    spec = {"speculative_config": ngram(2)["speculative_config"] | synthetic}
-    with engine("v2", loaded=loaded, **ENGINE, **spec) as llm:
-        with pytest.raises(ValueError, match="'synthetic', which accepts drafts.*use 'standard' or 'block'"):
-            llm.generate("a", held(regex="ab"), use_tqdm=False)
-        assert not llm.core.has_unfinished()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine import SamplingParams
 from kernels import post_update
 from tests.engine.sampler_bench import SamplerBench, sampler_bench
+from tests.engine.sampler_requests import some_params, token_lists
 from tests.engine.sampling_reference import processed
-from tests.engine.test_v2_sampler import some_params, token_lists
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

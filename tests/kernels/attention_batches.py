@@ -83,6 +83,21 @@ def attention_batch(
     )
 
 
+def cut_short(batch: AttentionBatch, request: int, stored: int) -> None:
+    """Take the slots from a request's last queries, as at the end of its blocks."""
+    first, end = batch.query_start_loc[request : request + 2].tolist()
+    batch.slot_mapping[first + stored : end] = -1
+    batch.seq_lens[request] -= end - first - stored
+
+
+def padded_blocks(requests: list[tuple[int, int]], **shape: object) -> AttentionBatch:
+    """A block for each request, and one request without: it has as many rows as the others, of which none is stored."""
+    batch = attention_batch(requests, pad=requests[0][1], **shape)  # type: ignore[arg-type]
+    batch.seq_lens = batch.seq_lens[: len(requests) + 1]
+    batch.block_table = batch.block_table[: len(requests) + 1]
+    return batch
+
+
 def same_where_finite(got: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal within rounding, with NaN in the same places: a slot that must not be written kept its poison."""
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True)

@@ -7,10 +7,8 @@ import torch
 
 import kernels
 from kernels.head_rotation import HeadRotation
-from tests.kernels.attention_batches import AttentionBatch, attention_batch
-from tests.kernels.test_block_attention import block, cut_short, padded
-from tests.kernels.test_paged_attention import decode, prefill
-from tests.kernels.test_verify_attention import verify
+from tests.kernels.attention_batches import AttentionBatch, attention_batch, cut_short, padded_blocks
+from tests.kernels.attention_calls import block, decode, prefill, verify
 
 pytestmark = pytest.mark.gpu
 SHAPES = {
@@ -55,7 +53,7 @@ def test_decode(shape: str, num_reqs: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_of_queries(shape: str, num_reqs: int, dtype: torch.dtype) -> None:
     lengths = torch.randint(0, 700, (num_reqs,), generator=torch.Generator().manual_seed(num_reqs)).tolist()
-    batch = padded([(n, 7) for n in lengths], dtype=dtype, device="cuda", **SHAPES[shape])
+    batch = padded_blocks([(n, 7) for n in lengths], dtype=dtype, device="cuda", **SHAPES[shape])
     cut_short(batch, 0, stored=num_reqs % 7)
     (got, cache), (expected, expected_cache) = block(batch, "triton"), block(in_float32(batch), "torch")
     assert error(got, expected) < LIMITS[dtype] and error(cache, expected_cache) < LIMITS[dtype]

@@ -2,76 +2,27 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
 import kernels
-from kernels.paged_attention import MAX_COUNTERS
-from tests.kernels.attention_batches import AttentionBatch, attention_batch, same_where_finite
-from tests.kernels.test_paged_attention import SHAPES
+from tests.kernels.attention_batches import attention_batch, cut_short, padded_blocks, same_where_finite
+from tests.kernels.attention_calls import SHAPES, as_the_loop_gives, block, splits_of
 
 pytestmark = pytest.mark.slow  # interpreted kernels
 
 REQUESTS = [(0, 3), (7, 3), (75, 3), (290, 3)]
-
-
-def block(batch: AttentionBatch, form: str, start_early: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and cache after one call; the cache's poison stays where nothing was written."""
-    batch = batch.clone()
-    counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=batch.qkv.device)
-    if start_early:
-        torch.cuda.synchronize()  # nothing that is read early may be under way
-    out = kernels.block_attention(
-        batch.qkv,
-        batch.kv_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.slot_mapping,
-        batch.rotation,
-        max_seq_len=int(batch.seq_lens.max()),
-        counters=counters,
-        start_early=start_early,
-        form=form,
-    )
-    assert not counters.any(), "the kernel leaves the counters as it found them"
-    return out, batch.kv_cache
-
-
-def cut_short(batch: AttentionBatch, request: int, stored: int) -> None:
-    """Take the slots from a request's last queries, as at the end of its blocks."""
-    first, end = batch.query_start_loc[request : request + 2].tolist()
-    batch.slot_mapping[first + stored : end] = -1
-    batch.seq_lens[request] -= end - first - stored
-
-
-def padded(requests: list[tuple[int, int]], **shape: object) -> AttentionBatch:
-    """With one request that has no block: as many rows as the others have, and none stored."""
-    batch = attention_batch(requests, pad=requests[0][1], **shape)  # type: ignore[arg-type]
-    batch.seq_lens = batch.seq_lens[: len(requests) + 1]
-    batch.block_table = batch.block_table[: len(requests) + 1]
-    return batch
-
-
-@pytest.fixture(params=[1, 2, 8])
-def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many programs share a context."""
-    module = import_module("kernels.verify_attention")
-    monkeypatch.setattr(module, "num_splits", lambda num_pairs, most: request.param)
-    return request.param
+splits = splits_of("kernels.verify_attention", (1, 2, 8))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["torch", "interpret"])
 def test_queries_that_see_the_same_keys(form: str, shape: str, splits: int) -> None:
     """A block of nothing but itself, some behind contexts, one cut short, one of which nothing is stored."""
-    batch = padded([*REQUESTS, (33, 3)], **SHAPES[shape])
+    batch = padded_blocks([*REQUESTS, (33, 3)], **SHAPES[shape])
     cut_short(batch, 1, stored=1)
     cut_short(batch, 4, stored=0)
-    (expected, expected_cache), (got, cache) = block(batch, "loop"), block(batch, form)
-    same_where_finite(got, expected)
-    same_where_finite(cache, expected_cache)
+    got = as_the_loop_gives(block, batch, form)
     assert not got[15:].any() and torch.isfinite(got).all()
 
 

@@ -25,6 +25,11 @@ SCORE = (*BEFORE, F32, BF16, BF16, BF16, BF16, "i32", "i32", BF16, BF16, BF16, F
 SCORE_TILES = {"BLOCK_T": 32, "BLOCK_D": 256, "UPCAST": False, "PDL": True}
 LATENT = {"RANK": 32, "BLOCK_J": 32, "BLOCK_K": 32, "BLOCK_T": 256, "PDL": True}
 GUMBEL_ARGS = (F32, "i32", "i32", I32, F32, I64, I64, "i32", "i32", F32, I64, I32, I64)
+PREPARE = (*[I32] * 6, I64, I64, I32, I32, *["i32"] * 4, I32, I64, I32, I64, I32, I32, "i32", I64, I64)
+FINISH = (
+    *[I32] * 4, I64, "i32", F32, I64, "i32", *[I32] * 4, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32, "i32",
+    F32, F32,
+)  # fmt: skip
 # (file, kernel, types of the run-time arguments, constexprs)
 KERNELS = [
     ("staged_write", "_apply_write_kernel", (I32, "i32", I32, I32, I32, I32), {"BLOCK": 1024}),
@@ -61,10 +66,7 @@ KERNELS = [
         (
             "prepare_step",
             "_prepare_step_kernel",
-            (
-                *[I32] * 6, I64, I64, I32, I32, *["i32"] * 4, I32, I64, I32, I64, I32, I32, "i32", I64, I64, *rows,
-                *["i32"] * 4,
-            ),
+            (*PREPARE, *rows, *["i32"] * 4),
             {"WITH_PROMPTS": prompts, "BLOCK_SIZE": 16, "PAD": -1, "BLOCK_T": 1024, "BLOCK_B": 1024, "BLOCK_L": 32}
             | ({} if rows else NO_DRAFTS),
         )
@@ -73,10 +75,7 @@ KERNELS = [
     (
         "finish_step",
         "_finish_step_kernel",
-        (
-            *[I32] * 4, I64, "i32", F32, I64, "i32", *[I32] * 4, I64, *[I32] * 3, *["i32"] * 3, I32, I64, "i32", I32,
-            "i32", F32, F32,
-        ),
+        FINISH,
         {"WIDTH": 8, "BLOCK": 8, "TILES": 64, "CONFIDENCES": 7, "BLOCK_C": 8},
     ),
     (

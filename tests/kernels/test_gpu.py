@@ -8,7 +8,7 @@ import torch
 import kernels
 from kernels.noise import log_exponential_torch
 from tests.kernels.batches import GOLDEN, golden_batch, on, random_batch, run_step
-from tests.kernels.test_gumbel import EDGE_WORDS, TILE, exact_scores, noise
+from tests.kernels.draws import EDGE_WORDS, TILE, exact_scores, noise
 from tests.kernels.test_staged_write import stage
 
 pytestmark = pytest.mark.gpu

@@ -6,68 +6,14 @@ import pytest
 import torch
 
 import kernels
-from kernels import paged_attention
 from kernels.paged_attention import MAX_COUNTERS, num_splits
-from tests.kernels.attention_batches import AttentionBatch, attention_batch, same_where_finite
+from tests.kernels.attention_batches import attention_batch, same_where_finite
+from tests.kernels.attention_calls import SHAPES, as_the_loop_gives, decode, prefill, splits_of
 
 pytestmark = pytest.mark.slow  # interpreted kernels
 
 FAST_FORMS = ("torch", "interpret")
-SHAPES = {
-    "gqa": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
-    "three-a-head": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 24},
-    "mha-no-norm": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "norms": False},
-}
-
-
-def decode(
-    batch: AttentionBatch, form: str, rotate: bool = True, start_early: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and cache after one call; the cache's poison stays where nothing was written."""
-    batch = batch.clone()
-    counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=batch.qkv.device)
-    if start_early:
-        torch.cuda.synchronize()  # nothing that is read early may be under way
-    out = kernels.decode_attention(
-        batch.qkv,
-        batch.kv_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.slot_mapping,
-        batch.rotation if rotate else None,
-        max_seq_len=int(batch.seq_lens.max()),
-        counters=counters,
-        start_early=start_early,
-        form=form,
-    )
-    assert not counters.any(), "the kernel leaves the counters as it found them"
-    return out, batch.kv_cache
-
-
-def prefill(batch: AttentionBatch, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = batch.clone()
-    kernels.store_kv(batch.qkv, batch.kv_cache, batch.slot_mapping, batch.rotation, form=form)
-    num_heads = batch.qkv.shape[1] // batch.kv_cache.shape[4] - 2 * batch.kv_cache.shape[3]
-    out = torch.full_like(batch.qkv[:, : num_heads * batch.kv_cache.shape[4]], -7.0)
-    kernels.prefill_attention(
-        batch.qkv,
-        batch.kv_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        out,
-        num_tokens=batch.qkv.shape[0],
-        max_seq_len=int(batch.seq_lens.max()),
-        form=form,
-    )
-    return out, batch.kv_cache
-
-
-@pytest.fixture(params=[1, 4, 16])
-def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many programs share a context: one, or several of which some find nothing to do."""
-    monkeypatch.setattr(paged_attention, "num_splits", lambda num_pairs, most: request.param)
-    return request.param
+splits = splits_of("kernels.paged_attention", (1, 4, 16))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,10 +21,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 def test_decode(form: str, shape: str, splits: int) -> None:
     """With a first token, a full block, more than a tile a part, and two rows of padding."""
     batch = attention_batch([(0, 1), (7, 1), (75, 1), (290, 1)], pad=2, **SHAPES[shape])
-    expected, expected_cache = decode(batch, "loop")
-    got, cache = decode(batch, form)
-    same_where_finite(got, expected)
-    same_where_finite(cache, expected_cache)
+    got = as_the_loop_gives(decode, batch, form)
     assert not got[4:].any() and torch.isfinite(got).all()
 
 
@@ -92,7 +35,7 @@ def test_what_is_rotated_is_stored() -> None:
 
 def test_splits_follow_from_sizes_alone() -> None:
     assert [num_splits(pairs, 16) for pairs in (0, 8, 64, 192, 512, 1024, 2048)] == [16, 16, 16, 8, 4, 2, 1]
-    assert num_splits(8, 5) == 4
+    assert num_splits(8, 5) == 4 and num_splits(64) == num_splits(8, 100) == 32
     # Every pair of a row and a KV head that is split has a counter.
     assert max(pairs for pairs in range(5000) if num_splits(pairs, 8) > 1) <= MAX_COUNTERS
 
@@ -108,10 +51,7 @@ def test_decode_without_rotation_takes_heads_as_they_are(form: str, splits: int)
 @pytest.mark.parametrize("form", FAST_FORMS)
 def test_prefill_chunks_and_decodes_in_one_launch(form: str, shape: str) -> None:
     batch = attention_batch([(0, 1), (9, 1), (0, 21), (70, 5), (3, 17)], pad=2, **SHAPES[shape])
-    expected, expected_cache = prefill(batch, "loop")
-    got, cache = prefill(batch, form)
-    same_where_finite(got, expected)
-    same_where_finite(cache, expected_cache)
+    got = as_the_loop_gives(prefill, batch, form)
     assert (got[-2:] == -7).all(), "rows of no request are left alone"
 
 

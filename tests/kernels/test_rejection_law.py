@@ -19,7 +19,7 @@ from kernels import (
     rejection_torch,
 )
 from kernels import noise as noise_module
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 
 pytestmark = pytest.mark.slow
 

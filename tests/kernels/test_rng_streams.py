@@ -12,7 +12,7 @@ import torch
 from kernels import Purpose, gumbel_sample
 from kernels import noise as module
 from kernels.philox import philox, uniform
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 
 DRAFT_LAW, TARGET_LAW = torch.tensor([0.70, 0.25, 0.05]), torch.tensor([0.10, 0.45, 0.45])
 

@@ -7,70 +7,28 @@ from importlib import import_module
 import pytest
 import torch
 
-from kernels import verify_attention
 from kernels.paged_attention import MAX_COUNTERS
-from tests.kernels.attention_batches import AttentionBatch, attention_batch, same_where_finite
-from tests.kernels.test_paged_attention import SHAPES, decode, prefill
+from tests.kernels.attention_batches import attention_batch, same_where_finite
+from tests.kernels.attention_calls import SHAPES, as_the_loop_gives, decode, prefill, splits_of, verify
 
 pytestmark = pytest.mark.slow  # interpreted kernels
 
 REQUESTS = [(0, 3), (7, 1), (75, 4), (290, 2), (40, 4)]
-
-
-def verify(
-    batch: AttentionBatch, form: str, max_query_len: int = 4, start_early: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and cache after one call; the cache's poison stays where nothing was written."""
-    batch = batch.clone()
-    counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=batch.qkv.device)
-    if start_early:
-        torch.cuda.synchronize()  # nothing that is read early may be under way
-    # A request of no query pads the batch, as in a captured step.
-    ends = batch.query_start_loc[-1:].expand(len(batch.seq_lens) + 1 - len(batch.query_start_loc))
-    out = verify_attention(
-        batch.qkv,
-        batch.kv_cache,
-        batch.block_table,
-        batch.seq_lens,
-        torch.cat((batch.query_start_loc, ends)),
-        batch.slot_mapping,
-        batch.rotation,
-        max_query_len=max_query_len,
-        max_seq_len=int(batch.seq_lens.max()),
-        counters=counters,
-        start_early=start_early,
-        form=form,
-    )
-    assert not counters.any(), "the kernel leaves the counters as it found them"
-    return out, batch.kv_cache
-
-
-@pytest.fixture(params=[1, 2, 8])
-def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many programs share a context: one, or several of which some find nothing to do; of many one has
-    this step's tokens alone."""
-    module = import_module("kernels.verify_attention")
-    monkeypatch.setattr(module, "num_splits", lambda num_pairs, most: request.param)
-    return request.param
+# Of many programs one has this step's tokens alone.
+splits = splits_of("kernels.verify_attention", (1, 2, 8))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["torch", "interpret"])
 def test_ragged_queries(form: str, shape: str, splits: int) -> None:
     batch = attention_batch(REQUESTS, pad=7, **SHAPES[shape])
-    expected, expected_cache = verify(batch, "loop")
-    got, cache = verify(batch, form)
-    same_where_finite(got, expected)
-    same_where_finite(cache, expected_cache)
+    got = as_the_loop_gives(verify, batch, form)
     assert not got[-7:].any() and torch.isfinite(got).all()
 
 
 def test_many_queries_are_shared_out_among_programs() -> None:
     batch = attention_batch([(9, 11), (70, 16), (3, 2)], pad=2, **SHAPES["three-a-head"])
-    expected, expected_cache = verify(batch, "loop", 16)
-    got, cache = verify(batch, "interpret", 16)
-    same_where_finite(got, expected)
-    same_where_finite(cache, expected_cache)
+    got = as_the_loop_gives(verify, batch, "interpret", 16)
     assert not got[-2:].any()
 
 

@@ -1,17 +1,14 @@
-"""Sessions: what both runners do under one cursor, and what an error or a Ctrl-C leaves behind."""
+"""Sessions: both runners under one cursor, step by step, phase by phase, and what a record says."""
 
 from __future__ import annotations
 
 import itertools
-import signal
 
 import pytest
 
-from engine import LLM, ConfigError, SamplingParams
-from engine.hooks import HostWait, RequestScheduled, RowMoved, RowWritten, SpanEnded
-from tests.workbench.sessions import GREEDY, TINY, outputs, prompt, tiny_session
-from workbench import Session, StepRecord
-from workbench.prompts import parse_prompts
+from engine import SamplingParams
+from engine.hooks import HostWait, RequestScheduled, RowMoved, SpanEnded
+from tests.workbench.sessions import outputs, prompt, tiny_session
 
 PHASES = ("schedule", "update states", "prepare inputs", "forward", "sample", "output")
 
@@ -164,46 +161,6 @@ def test_run_until_stops_where_it_is_told() -> None:
         session.run_until(7)  # type: ignore[arg-type]
 
 
-def test_preemption_is_found_when_blocks_run_out() -> None:
-    long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    session = tiny_session([prompt(1, 8), prompt(2, 8), prompt(3, 8)], sampling_params=long, num_gpu_blocks_override=14)
-    record = session.run_until("preempted")
-    states = {view.request_id: view.status for view in record.runners["v1"].snapshot.requests}
-    assert "preempted" in states.values()
-    session.run_until("resumed")
-    session.run_until("end")
-    assert outputs(session, "v1") == outputs(session, "v2")
-    assert all(len(tokens) == 20 for tokens in outputs(session, "v1").values())
-
-
-def test_a_request_comes_in_its_step_even_after_everything_else_is_done() -> None:
-    session = tiny_session([prompt(1, 3, max_tokens=1), prompt(2, 3, max_tokens=1, arrive_at_step=7)], runners="v2")
-    session.run_until("end")
-    for record in session.recording.steps:
-        known = {view.request_id for view in record.runners["v2"].snapshot.requests}
-        assert ("B" in known) == (record.step >= 7)
-    assert [len(tokens) for tokens in outputs(session, "v2").values()] == [1, 1]
-
-
-def test_requests_come_and_go_in_the_middle() -> None:
-    session = tiny_session()
-    session.run(2)
-    assert session.add(prompt(5, 4, max_tokens=2)) == "D"
-    assert "D" in {e.request_id for e in session.step().runners["v2"].of(RowWritten)}
-    session.abort("A")
-    session.run_until("end")
-    reasons = {view.request_id: view.finish_reason for view in session.record.runners["v1"].snapshot.requests}
-    assert reasons["A"] == "abort"
-    assert reasons["D"] == "length"
-    assert outputs(session, "v1") == outputs(session, "v2")
-    with pytest.raises(ValueError, match="no request 'Q' in this session; the requests are A, B, C, D"):
-        session.abort("Q")
-    session.add(prompt(6, 4, max_tokens=2))
-    assert not session.finished
-    session.run_until("end")
-    assert len(outputs(session, "v2")["E"]) == 2
-
-
 def test_a_runner_that_is_done_idles_while_the_other_goes_on() -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=30, stop_token_ids=tuple(range(40)))
     session = tiny_session([prompt(1, 5), prompt(2, 5)], sampling_params=params)
@@ -218,85 +175,6 @@ def test_a_runner_that_is_done_idles_while_the_other_goes_on() -> None:
         idle = record.runners[early]
         assert idle.events == ()
         assert idle.snapshot is idle.before
-
-
-def test_reset_keeps_the_weights_and_a_refused_one_keeps_the_session() -> None:
-    session = tiny_session()
-    session.run(3)
-    weights, record = session.llm("v1").loaded, session.record
-    with pytest.raises(ConfigError, match="block_size=0"):
-        session.reset(block_size=0)
-    with pytest.raises(ValueError, match="empty"):
-        session.reset([{"prompt_token_ids": []}])
-    with pytest.raises(ConfigError, match="unknown keyword 'block_siz'"):
-        session.reset(block_siz=8)
-    assert session.record is record
-    assert session.step().step == 4, "the old engines still run"
-    session.reset(runners="v2", block_size=8)
-    assert (session.runners, session.num_steps, session.cursor) == (("v2",), 0, 0)
-    assert session.llm("v2").loaded is weights
-    assert session.llm("v2").config.block_size == 8
-    session.run_until("end")
-    assert len(outputs(session, "v2")["A"]) == 6
-
-
-def test_a_request_that_can_never_run_is_refused_before_anything_has_run() -> None:
-    with pytest.raises(ValueError, match="max_model_len"):
-        tiny_session([prompt(1, 4), prompt(2, 200, arrive_at_step=5)])
-    session = tiny_session()
-    session.run(2)
-    with pytest.raises(ValueError, match="max_model_len"):
-        session.add(prompt(2, 200))
-    assert session.add(prompt(2, 2)) == "D"
-    session.run_until("end")
-    assert outputs(session, "v1") == outputs(session, "v2")
-
-
-@pytest.mark.parametrize("loop", [False, True])
-def test_ctrl_c_in_mid_step_keeps_whole_steps_and_the_runners_in_line(loop: bool) -> None:
-    plain = tiny_session(async_scheduling=loop)
-    plain.run_until("end")
-    session = tiny_session(async_scheduling=loop)
-
-    def interrupt(event: RequestScheduled) -> None:
-        if event.step == 3 and event.runner == "v1":
-            signal.raise_signal(signal.SIGINT)
-
-    with session.llm("v1").hooks.subscribe(RequestScheduled, interrupt), pytest.raises(KeyboardInterrupt):
-        session.run(20)
-    assert session.num_steps == 0, "V2 has done nothing yet"
-    assert session.llm("v1").core.step_count == 3, "V1 ended the step in which the key was pressed"
-    session.step()
-    assert session.record.step == 1
-    assert session.llm("v1").core.step_count == 3, "V2 catches up, V1 waits"
-    session.run_until("end")
-    assert outputs(session, "v1") == outputs(session, "v2") == outputs(plain, "v1")
-    assert [r.step for r in session.recording.steps] == [r.step for r in plain.recording.steps]
-
-
-@pytest.mark.parametrize("by_phases", [False, True])
-def test_a_failing_step_is_raised_once_and_the_session_goes_on(
-    by_phases: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = tiny_session()
-    plain.run_until("end")
-    session = tiny_session()
-    session.run(2)
-    runner = session.llm("v2").core.runner
-    forward = runner.forward
-
-    def fail() -> None:
-        monkeypatch.setattr(runner, "forward", forward)
-        raise RuntimeError("a fault")
-
-    monkeypatch.setattr(runner, "forward", fail)
-    with pytest.raises(RuntimeError, match="a fault"):
-        for _ in range(6):
-            session.step_phase() if by_phases else session.run(4)
-    session.run_until("end")
-    assert outputs(session, "v1") == outputs(session, "v2") == outputs(plain, "v1")
-    for record in session.recording.steps:
-        assert [span.name for span in record.runners["v2"].of(SpanEnded)].count("schedule") <= 1
 
 
 def test_every_token_has_a_text() -> None:
@@ -324,69 +202,9 @@ def test_reprs_are_short_and_hold_no_time() -> None:
     assert repr(record.runners["v1"]).startswith("<RunnerStep v1 step 1 after output: ")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "error"),
-    [
-        ([3], "prompt A is int: give a text, or a dict"),
-        ([[1, 2]], 'prompt A is a list of ids: write it as {"prompt_token_ids"'),
-        ([{"promt": "x"}], "unknown key 'promt', did you mean 'prompt'"),
-        ([{"prompt": "x", "prompt_token_ids": [1]}], "give either 'prompt'"),
-        ([{"max_tokens": 3}], "give either 'prompt'"),
-        ([{"prompt": b"x"}], "'prompt' is bytes, but must be a text"),
-        ([prompt(1, 2, arrive_at_step=0)], "arrive_at_step=0 must be a whole number of at least 1"),
-        ([prompt(1, 2, max_tokens=0)], "max_tokens=0"),
-        ([prompt(1, 2, sampling_params=SamplingParams(n=2))], "n=2, but a session follows single texts"),
-    ],
-)
-def test_bad_prompts_are_named(prompts: object, error: str) -> None:
-    with pytest.raises((ValueError, TypeError)) as caught:
-        parse_prompts(prompts, None)
-    assert error in str(caught.value)
-
-
-def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="possible are 'v1', 'v2', 'both'"):
-        tiny_session(runners="v3")
-    with pytest.raises(ConfigError, match="use_v2_model_runner is the session's to choose; give runners='v1' or 'v2'"):
-        tiny_session(use_v2_model_runner=False)
-    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
-        tiny_session([prompt(1, 2)], sampling_params=[GREEDY, GREEDY])
-    session = tiny_session()
-    for bad in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="whole number of at least 1"):
-            session.run(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="whole number of at least 0"):
-        session.goto(-1)
-
-
-def test_priority_and_own_sampling_reach_the_engine() -> None:
-    own = SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=2)
-    keywords = {**TINY, "scheduling_policy": "priority"}
-    session = Session([prompt(1, 3, sampling_params=own), prompt(2, 3, priority=-1)], "v1", **keywords)
-    record: StepRecord = session.step()
-    views = {view.request_id: view for view in record.runners["v1"].snapshot.requests}
-    assert views["B"].priority == -1
-    rows = {row.request_id: row.cells for row in record.runners["v1"].snapshot.rows if row.request_id}
-    assert rows["A"]["temperature"] == pytest.approx(0.7)
-    assert rows["A"]["top_p"] == pytest.approx(0.9)
-    assert next(iter(record.runners["v1"].of(RequestScheduled))).request_id == "B"
-
-
 def test_the_text_of_a_token_is_known_as_soon_as_the_device_has_it() -> None:
     session = tiny_session()
     for _ in range(6):
         record = session.step()
         newest = {row.cells["last_sampled_token"] for row in record.runners["v2"].snapshot.rows if row.request_id}
         assert newest - {None, -1} <= record.token_text.keys()
-
-
-def test_without_a_seed_a_session_draws_what_an_engine_alone_draws() -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
-    prompts = [prompt(1, 5), prompt(2, 7), prompt(3, 4)]
-    session = tiny_session(prompts, sampling_params=params, runners="v2")
-    session.run_until("end")
-    llm = LLM(**TINY)
-    alone = llm.generate(prompts, params, use_tqdm=False)
-    llm.close()
-    drawn = outputs(session, "v2")
-    assert [drawn[name] for name in "ABC"] == [output.outputs[0].token_ids for output in alone]

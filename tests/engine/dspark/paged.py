@@ -16,6 +16,7 @@ from engine.dspark.target import forward_with_hidden
 from engine.models import CausalLM
 from engine.spec_decode import DraftSampler, FinishedStep, RowTables
 from kernels.draft_inputs import DraftInputs
+from tests.engine.dspark.golden import Golden
 
 BLOCK_SIZE, MAX_LEN, ROWS = 4, 96, 6
 
@@ -147,3 +148,19 @@ def _tables(requests: list[Request], device: torch.device) -> RowTables:
         temperature[request.row] = request.temperature
     tables = (last, num_blocks, temperature, torch.arange(ROWS, dtype=torch.int64))
     return RowTables(*(table.to(device) for table in tables))
+
+
+def loop_of(given: Golden, form: str = "torch", **kwargs: object) -> PagedLoop:
+    return PagedLoop(given.target, given.config, given.weights, form, **kwargs)  # type: ignore[arg-type]
+
+
+def confidence_logits(loop: PagedLoop) -> torch.Tensor:
+    """[r, k] of the last block."""
+    logits = loop.drafter.drafts.confidence_logits
+    assert logits is not None
+    return logits
+
+
+def request_of(given: Golden, first_block: int = 1) -> Request:
+    """Of the golden prompt; its blocks are not in order, and none of them is shared."""
+    return Request(given.values["prompt"].tolist(), list(range(first_block + 17, first_block, -1)), row=2)

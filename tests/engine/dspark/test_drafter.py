@@ -1,52 +1,19 @@
-"""The paged form: golden rounds, batches, chunked prompts, shared blocks, rejected tokens, no host wait."""
-
-import random
-from types import SimpleNamespace
+"""The paged form: golden rounds, batches, fewer drafts, calibrated, drawn, in half precision."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given as for_all
-from hypothesis import settings
-from hypothesis import strategies as st
 
 from engine.dspark import DraftConfigError
 from engine.dspark.calibration import Calibration
 from engine.dspark.contiguous import draft_block, draft_hidden
-from engine.dspark.decoder import LookupDecoder
 from engine.dspark.drafter import DSparkDrafter
 from engine.dspark.target import prefill_with_hidden
 from engine.models import load_model
-from engine.spec_decode import NO_DRAFT
-from kernels import paged_attention
-from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, Golden, golden
-from tests.engine.dspark.launches import count_launches
-from tests.engine.dspark.paged import BLOCK_SIZE, MAX_LEN, PagedLoop, Request
-from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
+from tests.engine.dspark.golden import HEADS, ROOT, TOLERANCE, golden
+from tests.engine.dspark.paged import BLOCK_SIZE, Request, confidence_logits, loop_of, request_of
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32 interpreted programs a context, nearly all would find nothing to read in contexts this short."""
-    monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)
-
-
-def loop_of(given: Golden, form: str = "torch", **kwargs: object) -> PagedLoop:
-    return PagedLoop(given.target, given.config, given.weights, form, **kwargs)  # type: ignore[arg-type]
-
-
-def confidence_logits(loop: PagedLoop) -> torch.Tensor:
-    """[r, k] of the last block."""
-    logits = loop.drafter.drafts.confidence_logits
-    assert logits is not None
-    return logits
-
-
-def request_of(given: Golden, first_block: int = 1) -> Request:
-    # Not in order, and none of them shared.
-    return Request(given.values["prompt"].tolist(), list(range(first_block + 17, first_block, -1)), row=2)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_splits")]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -108,131 +75,6 @@ def test_a_batch_drafts_like_each_request_alone(head: str, form: str, chunk: int
     assert all(len(request.tokens) > len(prompt) for request, prompt in zip(requests, prompts, strict=True))
 
 
-@for_all(seed=st.integers(0, 2**31))
-@settings(max_examples=12, deadline=None)
-def test_random_lives(seed: int) -> None:
-    """Requests come in chunks, go, are preempted and come back in other blocks, and find what others have computed:
-    every block is drafted from what the plain form is."""
-    given, rng = golden("vanilla"), random.Random(seed)
-    loop = loop_of(given)
-    free, known, running = list(range(119, 0, -1)), {}, []
-    rows = list(range(6))
-
-    def admit(tokens: list[int]) -> None:
-        """With every leading block that is known already; the last token is always computed."""
-        request, num_shared = Request(tokens, [], row=rows.pop()), 0
-        while (num_shared + 1) * BLOCK_SIZE < len(tokens) and tuple(tokens[: (num_shared + 1) * BLOCK_SIZE]) in known:
-            request.blocks.append(known[tuple(tokens[: (num_shared + 1) * BLOCK_SIZE])])
-            num_shared += 1
-        request.computed = num_shared * BLOCK_SIZE
-        request.blocks += [free.pop() for _ in range(MAX_LEN // BLOCK_SIZE - num_shared - rng.randrange(6))]
-        running.append(request)
-
-    def publish(request: Request) -> None:
-        for end in range(BLOCK_SIZE, request.computed + 1, BLOCK_SIZE):
-            known.setdefault(tuple(request.tokens[:end]), request.blocks[end // BLOCK_SIZE - 1])
-
-    for _ in range(7):
-        while len(running) < 2 and len(free) > 24:
-            start = given_prompt[: rng.randrange(3, 17)] if rng.random() < 0.7 else []
-            admit([*start, *(rng.randrange(255) for _ in range(rng.randrange(1, 9)))])
-        if not running:
-            break
-        loop.step(running, chunk=rng.choice((2, 5, 100)))
-        for i, request in enumerate(running):
-            publish(request)
-            if request.drafts:
-                tokens = request.tokens[: request.computed + 1]
-                torch.testing.assert_close(loop.drafter.hidden[i], plain_hidden(given, tokens), **TOLERANCE)
-        if rng.random() < 0.4:
-            request = running.pop(rng.randrange(len(running)))
-            rows.append(request.row)
-            if rng.random() < 0.6 and len(free) > 24:
-                admit(request.tokens)
-
-
-given_prompt = golden("vanilla").values["prompt"].tolist()
-
-
-def plain_hidden(given: Golden, tokens: list[int]) -> torch.Tensor:
-    """[block, d] of the block whose anchor is the last of ``tokens``."""
-    _, chosen = prefill_with_hidden(given.target, [tokens], given.config.target_layer_ids)
-    anchor, position = torch.tensor([[tokens[-1]]]), torch.tensor([[len(tokens) - 1]])
-    embedding = given.weights["embed_tokens.weight"]
-    return draft_hidden(given.config, given.weights, embedding, chosen[0].unsqueeze(0), anchor, position)[0, 0]
-
-
-def test_a_prefix_hit_reads_the_shared_context_and_never_writes_it() -> None:
-    """T11: two full blocks are shared; the second request computes only what lies behind them."""
-    given = golden("gated")
-    loop = loop_of(given)
-    prompt = given.values["prompt"].tolist()
-    first = Request(list(prompt), list(range(1, 20)))
-    loop.step([first])
-    shared = first.blocks[:2]
-    other = [*prompt[: 2 * BLOCK_SIZE], 77, 12, 90]
-    second = Request(list(other), [*shared, *range(40, 60)], computed=2 * BLOCK_SIZE)
-    before = loop.draft_cache[:, :, shared].clone(), loop.target_cache[:, :, shared].clone()
-    drafts = loop.step([second])
-    assert torch.equal(loop.draft_cache[:, :, shared], before[0])
-    assert torch.equal(loop.target_cache[:, :, shared], before[1])
-    fresh = loop_of(given)
-    alone = Request(list(other), list(range(1, 24)))
-    expected = fresh.step([alone])
-    assert alone.tokens == second.tokens and torch.equal(drafts, expected)
-    torch.testing.assert_close(loop.drafter.hidden, fresh.drafter.hidden, **TOLERANCE)
-
-
-def test_writes_stay_in_the_requests_own_blocks() -> None:
-    """Too few look-ahead blocks: the block is cut, and nothing else is touched (nor is slot 0)."""
-    given = golden("vanilla")
-    loop = loop_of(given)
-    loop.draft_cache.fill_(0.5)
-    prompt = given.values["prompt"].tolist()[:15]
-    request = Request(prompt, [3, 4, 5, 6])
-    drafts = loop.step([request])
-    assert loop.drafter.inputs.seq_lens.tolist() == [16]
-    untouched = torch.ones(loop.draft_cache.shape[2], dtype=torch.bool)
-    untouched[[3, 4, 5, 6]] = False
-    assert (loop.draft_cache[:, :, untouched] == 0.5).all()
-    # Only the anchor has a slot: one draft, and no confidence in others.
-    assert torch.isfinite(loop.drafter.hidden).all()
-    assert drafts[0, 0] >= 0 and drafts[0, 1:].tolist() == [NO_DRAFT] * 4
-    assert loop.decoder.confidences is not None
-    assert loop.decoder.confidences[0, 0] > 0 and not loop.decoder.confidences[0, 1:].any()
-
-
-def test_what_was_rejected_leaves_no_trace() -> None:
-    """Behind a rejection the next block is that of a request that never had the rejected tokens."""
-    given = golden("rnn")
-    loop, request = loop_of(given), request_of(given)
-    loop.step([request])
-    request.drafts = [1, 2, 3, 4, 5]
-    loop.step([request])
-    fresh = loop_of(given)
-    again = Request(list(request.tokens[:-1]), list(range(1, 20)))
-    fresh.step([again])
-    assert again.tokens == request.tokens
-    torch.testing.assert_close(loop.drafter.hidden, fresh.drafter.hidden, **TOLERANCE)
-
-
-def test_no_draft_stands_past_the_models_length() -> None:
-    given = golden("vanilla")
-    loop = loop_of(given)
-    drafts = loop.step([Request([i % 200 for i in range(MAX_LEN - 4)], list(range(1, 25)))])
-    assert loop.drafter.inputs.seq_lens.tolist() == [MAX_LEN]
-    assert (drafts[0, :3] >= 0).all() and drafts[0, 3:].tolist() == [NO_DRAFT] * 2
-
-
-def test_a_prompt_that_goes_on_has_no_drafts() -> None:
-    given = golden("vanilla")
-    loop = loop_of(given)
-    drafts = loop.step([request_of(given), Request([5, 9, 200], [60, 61, 62], row=1)], chunk=4)
-    assert drafts[0].tolist() == [NO_DRAFT] * 5 and (drafts[1] >= 0).all()
-    assert loop.decoder.confidences is not None
-    assert not loop.decoder.confidences[2].any() and loop.decoder.confidences[1].all()
-
-
 @pytest.mark.parametrize("k", [1, 3])
 def test_fewer_drafts_are_the_first_of_the_block(k: int) -> None:
     """T13."""
@@ -292,49 +134,6 @@ def test_embedding_and_head_of_the_target_serve_a_draft_without() -> None:
     changed = given.weights | {"lm_head.weight": given.weights["lm_head.weight"] * 2}
     doubled = DSparkDrafter(given.config, changed, given.target)
     torch.testing.assert_close(doubled.compute_logits(hidden), 2 * given.target.compute_logits(hidden))
-
-
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_no_host_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = golden("rnn")
-    loop = loop_of(given, method=method)
-    expected = loop.step([request_of(given), Request([5, 9, 200], [60, 61, 62], row=1)])
-    assert loop.last_step is not None
-    with monkeypatch.context() as patch, NoHostWait("cpu"):
-        forbid_waits(patch)
-        drafts = loop.decoder.propose(loop.last_step)
-    assert torch.equal(drafts, expected)
-
-
-@pytest.mark.parametrize(
-    ("head", "method", "most"), [("vanilla", "greedy", 27), ("rnn", "greedy", 33), ("vanilla", "probabilistic", 55)]
-)
-def test_a_round_is_few_launches(head: str, method: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one request: a step at batch 1 is bound by its launches."""
-    loop, request = loop_of(golden(head), "interpret", method=method), request_of(golden(head))
-    loop.step([request])
-    loop.step([request])
-    step = loop.last_step
-    assert step is not None
-    assert 0 < count_launches(lambda: loop.decoder.propose(step), monkeypatch) <= most
-
-
-def test_the_draft_without_weights() -> None:
-    """Rows by idx_mapping; nothing in a prompt, nothing past the model's length."""
-    tokens = torch.zeros(4, 12, dtype=torch.int32)
-    tokens[2, :7] = torch.tensor([1, 2, 3, 9, 1, 2, 3])
-    tokens[0, :6] = torch.tensor([4, 5, 4, 5, 4, 5])
-    tokens[3, :11] = torch.tensor([6, 7, 8, 6, 7, 8, 6, 7, 8, 6, 7])
-    step = SimpleNamespace(
-        idx_mapping=torch.tensor([2, 0, 3], dtype=torch.int32),
-        num_sampled=torch.tensor([1, 0, 2], dtype=torch.int32),
-        rows=SimpleNamespace(all_token_ids=tokens, total_len=torch.tensor([6, 0, 7, 11], dtype=torch.int32)),
-    )
-    decoder = LookupDecoder(3, max_model_len=12)
-    assert decoder.propose(step).tolist() == [[9, 1, 2], [-1, -1, -1], [8, -1, -1]]  # type: ignore[arg-type]
-    assert decoder.draft_logits is None and decoder.kv_bytes_per_token() == 0
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        LookupDecoder(0, 12)
 
 
 def test_half_precision() -> None:

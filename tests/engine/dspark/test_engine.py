@@ -11,7 +11,6 @@ import torch
 
 from engine import LLM
 from engine.runner_v2 import step_costs
-from kernels import paged_attention
 from tests.engine.dspark.golden import HEADS, ROOT, golden
 from tests.engine.engine_helpers import LOOPS, TraceRequest, both_loops, greedy, ids, prompt_of, run_trace
 from tests.engine.replays import repeat_instead_of_capture
@@ -105,9 +104,9 @@ def test_fewer_drafts_than_the_block_has_are_its_first(loop: str) -> None:
     assert answers[0].metrics.num_drafts > answers[-1].metrics.num_drafts
 
 
+@pytest.mark.usefixtures("few_splits")
 def test_captured_steps_of_the_kernels_that_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitated on a CPU, under a budget that leaves some drafts out."""
-    monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)  # nearly all of its programs find nothing to read
     pools = repeat_instead_of_capture(monkeypatch)
     monkeypatch.setattr(step_costs, "seconds_of", lambda runner, num_reqs, num_tokens: 1e-3 * (8 + num_tokens))
     trace = [TraceRequest(f"r{i}", tuple(golden("vanilla").sequence[: 3 + 4 * i]), greedy(8 + i), i) for i in range(2)]

@@ -1,10 +1,13 @@
 """The weightless draft: the device form against the loop, and what each rule means on small texts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.dspark.decoder import LookupDecoder
 from engine.dspark.lookup import lookup_drafts, lookup_loop
 from engine.spec_decode import NO_DRAFT
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
@@ -85,3 +88,22 @@ def test_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, NoHostWait("cpu"):
         forbid_waits(patch)
         lookup_drafts(table, rows, lengths, 4)
+
+
+@pytest.mark.slow
+def test_the_draft_without_weights() -> None:
+    """Rows by idx_mapping; nothing in a prompt, nothing past the model's length."""
+    tokens = torch.zeros(4, 12, dtype=torch.int32)
+    tokens[2, :7] = torch.tensor([1, 2, 3, 9, 1, 2, 3])
+    tokens[0, :6] = torch.tensor([4, 5, 4, 5, 4, 5])
+    tokens[3, :11] = torch.tensor([6, 7, 8, 6, 7, 8, 6, 7, 8, 6, 7])
+    step = SimpleNamespace(
+        idx_mapping=torch.tensor([2, 0, 3], dtype=torch.int32),
+        num_sampled=torch.tensor([1, 0, 2], dtype=torch.int32),
+        rows=SimpleNamespace(all_token_ids=tokens, total_len=torch.tensor([6, 0, 7, 11], dtype=torch.int32)),
+    )
+    decoder = LookupDecoder(3, max_model_len=12)
+    assert decoder.propose(step).tolist() == [[9, 1, 2], [-1, -1, -1], [8, -1, -1]]  # type: ignore[arg-type]
+    assert decoder.draft_logits is None and decoder.kv_bytes_per_token() == 0
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        LookupDecoder(0, 12)

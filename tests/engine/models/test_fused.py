@@ -10,7 +10,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.models import fused, load_model
 from engine.models.decoder import CausalLM
 from engine.models.fused import fused_forward, fused_layers, fused_logits
-from kernels import max_rows, paged_attention
+from kernels import max_rows
 from tests.engine.attention.batches import make_batch
 
 NAMES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
@@ -48,9 +48,11 @@ def logits_of(model: CausalLM, attention: TritonAttention | None, steps: tuple[l
         *[pytest.param("triton", name, marks=pytest.mark.gpu) for name in NAMES],
     ],
 )
-def test_equals_the_layers(form: str, name: str, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if form == "interpret":  # of 32 programs a context, nearly all would find nothing to read in contexts this short
-        monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)
+def test_equals_the_layers(
+    form: str, name: str, steps: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == "interpret":
+        request.getfixturevalue("few_splits")
     # Of a larger model, so that both ways through a layer are taken.
     monkeypatch.setattr(fused, "max_rows", lambda x, hidden_size: min(16, max_rows(x, hidden_size)))
     device = torch.device("cuda" if form == "triton" else "cpu")

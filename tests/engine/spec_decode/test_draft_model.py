@@ -10,7 +10,7 @@ import torch
 from engine import ConfigError
 from engine.spec_decode import NO_DRAFT, DraftModelDecoder, DraftSampler, FinishedStep, check_draft_model
 from tests.engine.spec_decode.rounds import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, Rounds, as_on_a_gpu, greedy_tokens, model
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from engine.runner_v1.sampler import process_logits
 from engine.runner_v1.step_sampling import StepSampling
 from engine.sample.logprobs import rows_to_dicts
 from tests.engine.sampling_reference import processed
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from engine.runner_v2.sample.structured_outputs import GrammarBitmask
 from kernels import flatten_sampled, noise
 from tests.engine.sampler_bench import SamplerBench, sampler_bench
 from tests.engine.test_v2_sampler_logprobs import check_entry
-from tests.kernels.test_gumbel import chi_square_z
+from tests.kernels.draws import chi_square_z
 from tests.kernels.test_no_host_wait import NoHostWait, forbid_waits
 
 pytestmark = [
