@@ -18,6 +18,7 @@ test: model           ## everything: unit and parity tests, then the browser's, 
 
 check: $(STAMP)       ## lint, types, fast tests: under two minutes
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 -m "not slow and not browser" tests
 

@@ -32,9 +32,7 @@ class ForwardGraphs:
 
     def __init__(self, config: EngineConfig, device: Device, num_drafts: int) -> None:
         self._device, self._num_drafts = device, num_drafts
-        self._pool, self._drafts = (
-            None if config.enforce_eager else make_graph_pool(device.compute) for _ in range(2)
-        )
+        self._pool, self._drafts = (None if config.enforce_eager else make_graph_pool(device.compute) for _ in range(2))
         most = config.max_num_seqs or 0, config.max_num_batched_tokens
         every = (ForwardSize(n, n * each) for n in config.cudagraph_capture_sizes for each in {1, 1 + num_drafts})
         self.sizes = sorted(size for size in every if size.num_reqs <= most[0] and size.num_tokens <= most[1])

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine import LLM, SamplingParams
 from engine.runner_v1.forward_graphs import ForwardGraphs
 from engine.runner_v1.speculation import make_speculation
-from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
-from tests.engine.engine_helpers import note_drafts, tiny_model
+from tests.engine.drafters import itself, ngram, one_head
+from tests.engine.engine_helpers import note_drafts
 from tests.engine.replays import RepeatedWork
 
 SIZES = (1, 2, 4)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-DRAFT_MODEL = {"method": "draft_model", "model": "tiny-llama", "num_speculative_tokens": 3}
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8], [3, 4, 5], [7, 9, 7, 9, 7, 9, 7, 9, 7, 9, 7, 9]]
 LENGTHS = (30, 20, 44, 37)
 Answers = tuple[list[tuple[int, ...]], list[dict[str, list[int]]]]
 """Of each request its tokens, of each step its drafts."""
 
 
-def answers(captured: bool, speculative_config: Any) -> tuple[Answers, RepeatedWork, RepeatedWork]:
+def answers(captured: bool, **config: Any) -> tuple[Answers, RepeatedWork, RepeatedWork]:
     """With the pools of forwards and of drafts."""
     pools = RepeatedWork(), RepeatedWork()
     llm = LLM(
         "tiny-llama", load_format="dummy", dtype="float32", skip_tokenizer_init=True, use_v2_model_runner=False,
         max_num_seqs=4, max_model_len=128, block_size=4, num_gpu_blocks_override=120, async_scheduling=False,
-        speculative_config=speculative_config,
+        **config,
     )  # fmt: skip
     try:
         runner = llm.core.runner
         if captured:  # a CPU has no sizes to capture
-            config = replace(runner.config, cudagraph_capture_sizes=SIZES, enforce_eager=False)
-            runner.graphs = ForwardGraphs(config, llm.core.device, runner.decoder.num_drafts if runner.decoder else 0)
+            sized = replace(runner.config, cudagraph_capture_sizes=SIZES, enforce_eager=False)
+            runner.graphs = ForwardGraphs(sized, llm.core.device, runner.decoder.num_drafts if runner.decoder else 0)
             runner.graphs._pool, runner.graphs._drafts = pools
-            runner.speculation = make_speculation(
-                config, runner.model, runner.decoder, llm.core.device, runner.graphs
-            )
+            runner.speculation = make_speculation(sized, runner.model, runner.decoder, llm.core.device, runner.graphs)
             runner.capture()
         drafts = note_drafts(llm)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -55,28 +50,21 @@ def answers(captured: bool, speculative_config: Any) -> tuple[Answers, RepeatedW
         llm.close()
 
 
-@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "ngram"])
-def test_tokens_are_those_without_graphs(speculative_config: Any) -> None:
-    expected, *_ = answers(False, speculative_config)
-    got, forwards, drafts = answers(True, speculative_config)
+@pytest.mark.parametrize("config", [{}, ngram(3)], ids=["plain", "ngram"])
+def test_tokens_are_those_without_graphs(config: dict[str, Any]) -> None:
+    expected, *_ = answers(False, **config)
+    got, forwards, drafts = answers(True, **config)
     assert got == expected
     assert forwards.num_replays > 20 and drafts.num_replays == 0
     drafted = {size for size in forwards.replayed if size[1] > size[0]}
-    assert drafted == (set() if speculative_config is None else {(1, 4), (2, 8), (4, 16)})
+    assert drafted == ({(1, 4), (2, 8), (4, 16)} if config else set())
 
 
-def a_head(path: Path) -> dict[str, Any]:
-    config = mtp_config(tiny_model().config)
-    write_mtp(path, config, init_weights(config, 3), torch.float32)
-    return {"method": "mtp", "model": str(path)}
-
-
-@pytest.mark.parametrize("method", ["mtp", "draft_model"])
-def test_drafts_are_those_without_graphs(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", [one_head, itself])
+def test_drafts_are_those_without_graphs(drafter: Callable[[int], dict[str, Any]]) -> None:
     """Also for fewer requests than a size has, and where some of them have fewer drafts."""
-    spec = a_head(tmp_path) if method == "mtp" else DRAFT_MODEL
-    expected, *_ = answers(False, spec)
-    got, forwards, drafts = answers(True, spec)
+    expected, *_ = answers(False, **drafter(3))
+    got, forwards, drafts = answers(True, **drafter(3))
     assert got == expected
     # Every replayed forward has its drafter behind it, of all sizes.
     assert drafts.replayed == forwards.replayed
