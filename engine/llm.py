@@ -198,8 +198,8 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
         if request_id is None:
-            request_id = str(next(self._counter))
-        if self.core.output_processor.has_parent(request_id):
+            request_id = self._free_id(params.n)
+        elif self.core.output_processor.has_parent(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         text, token_ids = self._tokenize(prompt)
         params, stop_ids = self._settle_params(params)
@@ -209,7 +209,7 @@ class LLM:
         parent = ParentRequest(request_id, text, token_ids, params, time.monotonic(), final_only)
         requests = [
             Request(
-                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                request_id=child_id,
                 prompt_token_ids=token_ids,
                 sampling_params=_child_params(params, index),
                 max_tokens=max_tokens,
@@ -217,9 +217,17 @@ class LLM:
                 priority=priority,
                 structured_output=self._grammar(params, stop_ids),
             )
-            for index in range(params.n)
+            for index, child_id in enumerate(_child_ids(request_id, params.n))
         ]
         return parent, requests
+
+    def _free_id(self, n: int) -> str:
+        """The next number that names no unfinished request, nor any of its `n` completions one."""
+        taken = self.core.output_processor
+        while True:
+            request_id = str(next(self._counter))
+            if not taken.has_parent(request_id) and not any(map(taken.has_child, _child_ids(request_id, n))):
+                return request_id
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it, behind the last one of each request of `add` that a call of
@@ -351,6 +359,11 @@ def _load(config: EngineConfig) -> LoadedModel:
     if config.load_format == "auto":
         resolve_model(config.model)  # here, where a Ctrl-C ends a download
     return run_on_compute_worker(load)
+
+
+def _child_ids(request_id: str, n: int) -> list[str]:
+    """The scheduler's ids of n completions."""
+    return [request_id] if n == 1 else [f"{index}_{request_id}" for index in range(n)]
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
