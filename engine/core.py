@@ -240,10 +240,11 @@ class EngineCore:
             )
             self._remember(request for request, _ in updates if request.is_finished)
 
-    def _stop_at_string(self, request: Request, stop: str) -> None:
+    def _stop_at_string(self, request: Request, stop: str, num_output_tokens: int) -> None:
         if not request.is_finished:
             self.scheduler.finish_requests([request.request_id], "stop")
         request.finish_reason, request.stop_reason = "stop", stop
+        request.drop_behind(num_output_tokens)
 
     def recover(self) -> None:
         """After a failure: waits for the device, gives up what is in flight, and lets every request be computed again.

@@ -53,6 +53,8 @@ class LLM:
         self._counter = itertools.count()
         # Outputs of requests that somebody is reading one by one.
         self._streams: dict[str, list[RequestOutput]] = {}
+        self._untaken: dict[str, RequestOutput] = {}
+        """The last output of each request that `generate` or a stream made in passing, for the next `step()`."""
 
     @property
     def config(self) -> EngineConfig:
@@ -97,8 +99,10 @@ class LLM:
             own = frozenset(ids)
             with deferred_interrupt() as interrupt, self.core.device.scope():
                 while len(results) < len(ids):
-                    for output in self.step():
-                        if output.finished and output.request_id in own:
+                    for output in self._step():
+                        if output.request_id not in own:
+                            self._keep(output)
+                        elif output.finished:
                             results[output.request_id] = output
                             bar.update()
                     interrupt.raise_if_received()
@@ -151,7 +155,7 @@ class LLM:
                 buffer = self._streams[request_id] = []
             while not finished:
                 while not buffer:
-                    self.step()
+                    self._step_for_others()
                 output = buffer.pop(0)
                 finished = output.finished
                 yield output
@@ -194,8 +198,8 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
         if request_id is None:
-            request_id = str(next(self._counter))
-        if self.core.output_processor.has_parent(request_id):
+            request_id = self._free_id(params.n)
+        elif self.core.output_processor.has_parent(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         text, token_ids = self._tokenize(prompt)
         params, stop_ids = self._settle_params(params)
@@ -205,7 +209,7 @@ class LLM:
         parent = ParentRequest(request_id, text, token_ids, params, time.monotonic(), final_only)
         requests = [
             Request(
-                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                request_id=child_id,
                 prompt_token_ids=token_ids,
                 sampling_params=_child_params(params, index),
                 max_tokens=max_tokens,
@@ -213,25 +217,53 @@ class LLM:
                 priority=priority,
                 structured_output=self._grammar(params, stop_ids),
             )
-            for index in range(params.n)
+            for index, child_id in enumerate(_child_ids(request_id, params.n))
         ]
         return parent, requests
 
+    def _free_id(self, n: int) -> str:
+        """The next number that names no unfinished request, nor any of its `n` completions one."""
+        taken = self.core.output_processor
+        while True:
+            request_id = str(next(self._counter))
+            if not taken.has_parent(request_id) and not any(map(taken.has_child, _child_ids(request_id, n))):
+                return request_id
+
     def step(self) -> list[RequestOutput]:
-        """One engine step; the outputs that arrived in it."""
-        outputs = self.core.step()
-        self._pass_on(outputs)
+        """One engine step; the outputs that arrived in it, behind the last one of each request of `add` that a call of
+        `generate`, `chat` or `stream` has computed on its way since the last step."""
+        outputs = self._step()
+        if self._untaken:
+            untaken, self._untaken = self._untaken, {}
+            outputs = [*untaken.values(), *outputs]
         return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests; unknown and finished ids are ignored. A stream of one ends with finish_reason "abort"."""
-        self._pass_on(self.core.abort(request_ids))
+        aborted = self.core.abort(request_ids)
+        for output in aborted:
+            self._untaken.pop(output.request_id, None)
+        self._pass_on(aborted)
 
     def close(self) -> None:
         """Ends the engine's threads and lets go of its memory; the weights stay with who shares them."""
         self.core.close()
 
     # -- helpers
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = self.core.step()
+        self._pass_on(outputs)
+        return outputs
+
+    def _step_for_others(self) -> None:
+        """A step by who wants none of its outputs for himself: streams have theirs, `step()` will have the rest."""
+        for output in self._step():
+            self._keep(output)
+
+    def _keep(self, output: RequestOutput) -> None:
+        if output.request_id not in self._streams:
+            self._untaken[output.request_id] = output
 
     def _pass_on(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -243,7 +275,7 @@ class LLM:
         rests empty."""
         core = self.core
         while not core.has_unfinished() and (core.in_flight or core.scheduler.has_requests()):
-            self.step()
+            self._step_for_others()
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
@@ -327,6 +359,11 @@ def _load(config: EngineConfig) -> LoadedModel:
     if config.load_format == "auto":
         resolve_model(config.model)  # here, where a Ctrl-C ends a download
     return run_on_compute_worker(load)
+
+
+def _child_ids(request_id: str, n: int) -> list[str]:
+    """The scheduler's ids of n completions."""
+    return [request_id] if n == 1 else [f"{index}_{request_id}" for index in range(n)]
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -99,12 +99,12 @@ class OutputProcessor:
         updates: list[tuple[Request, list[int]]],
         logprobs: dict[str, list[RequestLogprobs]] | None,
         step: int,
-        stop: Callable[[Request, str], None],
+        stop: Callable[[Request, str, int], None],
         traces: dict[str, SamplingTrace] | None = None,
         draft_traces: dict[str, DraftTrace] | None = None,
     ) -> list[RequestOutput]:
-        """The outputs of `updates`, requests that got tokens in `step`; `stop(request, string)` ends one that met a
-        stop string. A quiet request may come only when it is finished."""
+        """The outputs of `updates`, requests that got tokens in `step`; `stop(request, string, count)` ends one behind
+        its first `count` tokens, in which a stop string came. A quiet request may come only when it is finished."""
         touched: dict[str, ParentRequest] = {}
         observed = self.observed
         for request, token_ids in updates:
@@ -113,9 +113,13 @@ class OutputProcessor:
             touched[parent.request_id] = parent
             before = len(child.detokenizer.text) if child.detokenizer else 0
             if (found := self._detokenize(child)) is not None:
-                stop(request, found)
+                begin = request.num_output_tokens - len(token_ids)
+                stop(request, *found)
+                token_ids = token_ids[: request.num_output_tokens - begin]
             if child.logprobs is not None and logprobs:
-                child.logprobs.extend(self._with_text(entry) for entry in logprobs.get(request.request_id, []))
+                # The step may have sampled more, behind the token that ends the request.
+                entries = logprobs.get(request.request_id, [])[: len(token_ids)]
+                child.logprobs.extend(map(self._with_text, entries))
             if request.is_finished and child.detokenizer:
                 child.detokenizer.finish()
             if observed:
@@ -130,17 +134,18 @@ class OutputProcessor:
                 self.forget(parent.request_id)
         return outputs
 
-    def _detokenize(self, child: _Child) -> str | None:
-        """Makes text of the tokens that have come since the last time; returns the stop string that ends it."""
+    def _detokenize(self, child: _Child) -> tuple[str, int] | None:
+        """Makes text of the tokens that have come since the last time; returns the stop string that ends it, and the
+        number of the output's tokens that make it."""
         if child.detokenizer is None:
             return None
         request, begin = child.request, child.num_detokenized
         child.num_detokenized = request.num_output_tokens
         # A stop token ends the text and is no part of it.
         end = request.num_output_tokens - (request.finish_reason == "stop")
-        for token_id in request.output_token_ids[begin:end]:
+        for count, token_id in enumerate(request.output_token_ids[begin:end], begin + 1):
             if (found := child.detokenizer.add(token_id)) is not None:
-                return found
+                return found, count
         return None
 
     def _with_text(self, entry: RequestLogprobs) -> dict[int, Logprob]:

@@ -168,6 +168,10 @@ class Request:
         """Those of the next positions, or of positions that were computed again."""
         self.prompt_logprobs = [*(self.prompt_logprobs or [None])[: logprobs.start], *logprobs.entries]
 
+    def drop_behind(self, num_output_tokens: int) -> None:
+        """Of one that has ended: the output has these tokens, and not those that drafts brought behind them."""
+        del self._output_token_ids[num_output_tokens:]
+
     @property
     def is_ready(self) -> bool:
         """It waits for nothing but its turn: no token of it is in flight, and its grammar is compiled."""

@@ -63,7 +63,7 @@ def make_drafted_sampling(
     discarded: frozenset[int],
     grammar: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[SamplingMetadata, StepSampling]:
-    """What the sampler needs of each of the l rows of logits.
+    """What the sampler needs of each of the l rows of logits; `of_logits` makes it so on the stream.
 
     A row behind j drafts is that of a request which has those tokens.
 
@@ -84,18 +84,25 @@ def make_drafted_sampling(
         assert rows.sampling_metadata is not None
         step = dataclasses.replace(make_step_sampling(rows, frozenset()), discarded=discarded, grammar=grammar)
         return dataclasses.replace(rows.sampling_metadata, generators=metadata.generators), step
+    return metadata, StepSampling(discarded=discarded, grammar=grammar)
+
+
+def of_logits(metadata: SamplingMetadata, spec: SpecDecodeMetadata) -> SamplingMetadata:
+    """Called on the stream, for the values are copied there: metadata of r requests becomes that of their l rows of
+    logits; that of l rows stays."""
+    if metadata.temperature.shape == spec.owner.shape:
+        return metadata
 
     def of_rows(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values[spec.owner]
 
-    expanded = dataclasses.replace(
+    return dataclasses.replace(
         metadata,
         temperature=metadata.temperature[spec.owner],
         top_p=of_rows(metadata.top_p),
         top_k=of_rows(metadata.top_k),
         min_p=of_rows(metadata.min_p),
     )
-    return expanded, StepSampling(discarded=discarded, grammar=grammar)
 
 
 def _differs_by_row(batch: InputBatch, metadata: SamplingMetadata) -> bool:
@@ -156,7 +163,7 @@ def rejection_sample(
     method: str = "standard",
     acceptance_rates: torch.Tensor | None = None,
 ) -> RejectionSamplerOutput:
-    """Accept a prefix of each request's drafts and draw one token more. Nothing here makes the host wait.
+    """Called on the stream: accept a prefix of each request's drafts and draw one token more.
 
     Args:
         logits: f32 [l, V], narrowed in place by grammars.
@@ -166,6 +173,7 @@ def rejection_sample(
         draft_logits: f32 [r, N, V], what each request's drafts were drawn from; None for drafts that were not drawn.
         method, acceptance_rates: as in `kernels.rejection_sample`.
     """
+    metadata = of_logits(metadata, spec)
     if step.grammar is not None:
         apply_grammar_bitmask(logits, *step.grammar)
     raw = logits

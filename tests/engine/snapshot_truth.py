@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine import LLM
 from engine.request import Request
 from engine.snapshot import Snapshot
@@ -55,7 +57,7 @@ def _check_pool(snapshot: Snapshot, llm: LLM) -> None:
 
 def _check_row(snapshot: Snapshot, request: Request, cells: dict[str, int | float | None]) -> None:
     num_tokens = request.num_tokens + request.num_output_placeholders
-    assert cells["temperature"] == request.sampling_params.temperature
+    assert cells["temperature"] == float(np.float32(request.sampling_params.temperature))
     if snapshot.runner == "v2":
         # The device has executed all that was scheduled, so its truth has caught up with the host's bound.
         assert cells["num_computed_tokens"] == request.num_computed_tokens

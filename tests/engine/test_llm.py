@@ -221,6 +221,21 @@ def test_add_step_abort(runner: str, loop: str) -> None:
         assert_empty(llm)
 
 
+def test_a_number_that_the_caller_took_is_no_id_of_the_engines() -> None:
+    with tiny_llm("v2") as llm:
+        for request_id in ("0", "2", "1_3"):
+            llm.add(ids(*PROMPTS[0]), greedy(9), request_id=request_id)
+        two = SamplingParams(n=2, max_tokens=2, seed=1)
+        assert [llm.add(ids(*PROMPTS[1]), params) for params in (greedy(2), two, greedy(2))] == ["1", "4", "5"]
+        (output,) = llm.generate(ids(*PROMPTS[2]), greedy(3), use_tqdm=False)
+        assert output.outputs[0].token_ids == reference(PROMPTS[2], greedy(3))
+        with pytest.raises(ValueError, match="request id '0' is in use"):
+            llm.add(ids(*PROMPTS[0]), greedy(9), request_id="0")
+        while llm.core.has_unfinished():
+            llm.step()
+        assert_empty(llm)
+
+
 @both_runners
 def test_the_more_urgent_goes_first(runner: str) -> None:
     with tiny_llm(runner, "plain", max_num_seqs=1, scheduling_policy="priority") as llm:

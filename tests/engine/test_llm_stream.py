@@ -87,6 +87,30 @@ def test_two_streams_and_a_generate_interleave(runner: str, loop: str) -> None:
 
 @both_runners
 @both_loops
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_what_others_compute_in_passing_comes_with_the_next_step(how: str, runner: str, loop: str) -> None:
+    """Requests of `add` that end while somebody else generates; of one that is aborted then, nothing comes."""
+    short, long, other = prompt_of(5, 1), prompt_of(6, 2), prompt_of(7, 3)
+    with tiny_llm(runner, loop) as llm:
+        for request_id, prompt, params in (("a", short, greedy(3)), ("b", long, greedy(30)), ("c", other, greedy(30))):
+            llm.add(ids(*prompt), params, request_id=request_id)
+        if how == "generate":
+            (output,) = llm.generate(ids(*other), greedy(9), use_tqdm=False)
+        else:
+            *_, output = llm.stream(ids(*other), greedy(9))
+        assert output.outputs[0].token_ids == reference(other, greedy(9))
+        llm.abort(["c"])
+        outputs = llm.step()
+        assert [output.request_id for output in outputs] == ["a", "b", "b"]
+        assert outputs[0].finished and outputs[0].outputs[0].token_ids == reference(short, greedy(3))
+        while llm.core.has_unfinished():
+            outputs = llm.step()
+        assert [output.outputs[0].token_ids for output in outputs] == [reference(long, greedy(30))]
+        assert_empty(llm)
+
+
+@both_runners
+@both_loops
 def test_a_stream_whose_request_is_aborted_ends(runner: str, loop: str) -> None:
     with tiny_llm(runner, loop) as llm:
         stream = llm.stream(ids(*PROMPTS[0]), greedy(30))

@@ -28,6 +28,7 @@ from tests.engine.engine_helpers import (
     run_trace,
     tiny_llm,
 )
+from tests.engine.late_device import device_timing
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +136,18 @@ def test_sampled_answers_do_not_depend_on_row_or_neighbours(loop: str) -> None:
             outputs = llm.generate([ids(*prompt) for prompt in PROMPTS], params, use_tqdm=False)
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("timing", ["threads", "late"])
+@pytest.mark.parametrize(("runner", "loop"), SIDES)
+def test_a_greedy_request_stays_greedy_when_it_moves_into_a_hot_ones_row(runner: str, loop: str, timing: str) -> None:
+    """On V1 the first request's row goes to the last one, in a step with drafts, however late its columns are sent."""
+    prompts = [repeating(8, 1), repeating(8, 2), repeating(20, 7)]
+    hot = [SamplingParams(temperature=50.0, seed=1, max_tokens=n, ignore_eos=True) for n in (6, 40)]
+    with device_timing(timing), tiny_llm(runner, loop, **ngram(4)) as llm:
+        outputs = llm.generate([ids(*prompt) for prompt in prompts], [*hot, greedy(40)], use_tqdm=False)
+    assert outputs[2].outputs[0].token_ids == reference(prompts[2], greedy(40))
+    assert outputs[2].metrics.num_accepted_tokens > 5
 
 
 @pytest.fixture(scope="module")

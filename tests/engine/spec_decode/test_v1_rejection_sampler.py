@@ -21,6 +21,7 @@ from engine.runner_v1.rejection_sampler import (
     SpecDecodeMetadata,
     make_drafted_sampling,
     make_spec_decode_metadata,
+    of_logits,
     rejection_sample,
 )
 from engine.runner_v1.sampler import process_logits
@@ -122,7 +123,7 @@ def test_a_row_behind_drafts_is_that_of_a_request_that_has_these_tokens(requests
     with batch_of([request[:3] for request in requests]) as batch:
         metadata, step = make_drafted_sampling(batch, metadata_of(batch, drafts), drafts, frozenset())
         batch.device.drain()
-        got = process_logits(logits, metadata, step)
+        got = process_logits(logits, of_logits(metadata, metadata_of(batch, drafts)), step)
         line, expected = 0, []
         for prompt, output, params, own in requests:
             rows = []
@@ -141,6 +142,7 @@ def test_without_features_the_host_need_not_know_the_drafts() -> None:
     with batch_of([([1], [], own) for own in params]) as batch:
         spec = metadata_of(batch, [[1, 2], [3]])
         metadata, step = make_drafted_sampling(batch, spec, None, frozenset({1}))
+        metadata = of_logits(metadata, spec)
         assert metadata.temperature.tolist() == [0.5, 0.5, 0.5, 0, 0] and step == StepSampling(discarded=frozenset({1}))
         assert metadata.top_k is not None and metadata.top_k.tolist() == [3, 3, 3, VOCAB, VOCAB]
     for name in ("logit_bias", "allowed_token_ids", "min_tokens"):
@@ -151,6 +153,7 @@ def test_without_features_the_host_need_not_know_the_drafts() -> None:
             for drafts in (None, [[1, 2]]):
                 metadata, step = make_drafted_sampling(batch, spec, drafts, frozenset())
                 batch.device.drain()
+                metadata = of_logits(metadata, spec)
                 processed_rows.append(process_logits(logits, metadata, step))
             assert torch.equal(*processed_rows)
     with batch_of([([1], [], SamplingParams(temperature=0, presence_penalty=1.0))]) as batch:
