@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub.utils import tqdm
 
-from .config import ConfigError, EngineConfig
+from .config import EngineConfig
 from .core import EngineCore
-from .cpu_stream import run_on_compute_worker
 from .hooks import Hooks
 from .interrupts import deferred_interrupt
-from .models import LoadedModel, load_model, resolve_model
-from .output_processor import ParentRequest
-from .request import Request, RequestOutput
-from .sample.front_door import settle_params
-from .sample.structured_output import StructuredOutputRequest
+from .loading import load_for, sharing
+from .models import LoadedModel
+from .prompts import Prompt, as_params, as_prompts, tokenizer_of
+from .request import RequestOutput
+from .request_maker import RequestMaker
 from .sampling_params import SamplingParams
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, str]
 
 
@@ -30,12 +25,12 @@ class LLM:
     """A model, a scheduler and a runner.
 
     Args:
-        model: a folder or file of a Llama, Qwen2 or Qwen3 checkpoint (safetensors or GGUF), a hub name, or the name
-        of a
-            built-in config with `load_format="dummy"`. Left out: SmolLM2-135M-Instruct.
+        model: a folder or file of a Llama, Qwen2 or Qwen3 checkpoint (safetensors or GGUF), a hub name, or the name of
+            a built-in config with `load_format="dummy"`. Left out: SmolLM2-135M-Instruct.
         loaded: another engine's `llm.loaded`, to share its weights; then `model`, `tokenizer` and `load_format` stay
-        out. keep_finished: finished requests stay visible in snapshots (the workbench's wish). **kwargs: every field
-        of `EngineConfig`; an unknown one raises ConfigError and names the closest.
+            out.
+        keep_finished: finished requests stay visible in snapshots (the workbench's wish).
+        **kwargs: every field of `EngineConfig`; an unknown one raises ConfigError and names the closest.
     """
 
     def __init__(
@@ -44,13 +39,13 @@ class LLM:
         if model is not None:
             kwargs["model"] = str(model)
         if loaded is not None:
-            kwargs = _with_loaded(kwargs, loaded)
+            kwargs = sharing(kwargs, loaded)
         config = EngineConfig.from_kwargs(**kwargs)
         if loaded is None:
-            loaded = _load(config)
+            loaded = load_for(config)
         self.loaded = loaded
         self.core = EngineCore(config, loaded, keep_finished)
-        self._counter = itertools.count()
+        self._maker = RequestMaker(self.core, loaded)
         # Outputs of requests that somebody is reading one by one.
         self._streams: dict[str, list[RequestOutput]] = {}
         self._untaken: dict[str, RequestOutput] = {}
@@ -67,12 +62,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer; ConfigError if the engine was made without one."""
-        if self.loaded.tokenizer is None:
-            raise ConfigError(
-                f"{self.loaded.name!r} runs without a tokenizer (skip_tokenizer_init, or a dummy model): give "
-                'prompts as {"prompt_token_ids": [...]}, or load a tokenizer'
-            )
-        return self.loaded.tokenizer
+        return tokenizer_of(self.loaded)
 
     # -- whole answers
 
@@ -87,8 +77,8 @@ class LLM:
         A prompt is a string or `{"prompt_token_ids": [...]}`. All prompts are checked before any is run. When it is
         interrupted or fails, its requests are aborted and the engine can be used again.
         """
-        batch = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(batch))
+        batch = as_prompts(prompts)
+        params = as_params(sampling_params, len(batch))
         ids: list[str] = []
         results: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(batch), desc="Processed prompts", disable=not use_tqdm)
@@ -177,57 +167,14 @@ class LLM:
     ) -> str:
         """Queues one request for the next `step()` and returns its id. With `final_only` a step returns its output
         when it is finished, and nothing before. Raises ValueError, with nothing queued, if it can't run."""
-        parent, requests = self._requests(prompt, sampling_params, request_id, priority, final_only)
+        parent, requests = self._maker.make(prompt, sampling_params, request_id, priority, final_only)
         self.core.add_request(parent, requests)
         return parent.request_id
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str) -> None:
         """Raises what `add` would raise, and queues nothing."""
-        _, requests = self._requests(prompt, sampling_params, request_id)
+        _, requests = self._maker.make(prompt, sampling_params, request_id)
         self.core.check_requests(requests)
-
-    def _requests(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        priority: int = 0,
-        final_only: bool = False,
-    ) -> tuple[ParentRequest, list[Request]]:
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
-        if request_id is None:
-            request_id = self._free_id(params.n)
-        elif self.core.output_processor.has_parent(request_id):
-            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
-        text, token_ids = self._tokenize(prompt)
-        params, stop_ids = self._settle_params(params)
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, self.core.scheduler.max_new_tokens(len(token_ids)))
-        parent = ParentRequest(request_id, text, token_ids, params, time.monotonic(), final_only)
-        requests = [
-            Request(
-                request_id=child_id,
-                prompt_token_ids=token_ids,
-                sampling_params=_child_params(params, index),
-                max_tokens=max_tokens,
-                stop_token_ids=stop_ids,
-                priority=priority,
-                structured_output=self._grammar(params, stop_ids),
-            )
-            for index, child_id in enumerate(_child_ids(request_id, params.n))
-        ]
-        return parent, requests
-
-    def _free_id(self, n: int) -> str:
-        """The next number that names no unfinished request, nor any of its `n` completions one."""
-        taken = self.core.output_processor
-        while True:
-            request_id = str(next(self._counter))
-            if not taken.has_parent(request_id) and not any(map(taken.has_child, _child_ids(request_id, n))):
-                return request_id
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it, behind the last one of each request of `add` that a call of
@@ -276,121 +223,3 @@ class LLM:
         core = self.core
         while not core.has_unfinished() and (core.in_flight or core.scheduler.has_requests()):
             self._step_for_others()
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, str):
-            text = prompt
-            token_ids = self.get_tokenizer().encode(prompt)
-            if not token_ids:
-                raise ValueError("the prompt is empty: give some text, or prompt_token_ids with at least one id")
-        elif isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                token_ids = prompt["prompt_token_ids"]
-                if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-                    raise TypeError(f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}")
-                token_ids = list(token_ids)
-            elif text is not None:
-                return self._tokenize(text)
-            else:
-                raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}")
-        else:
-            raise TypeError(f"a prompt is a string or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}")
-        vocab = self.loaded.config.vocab_size
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab:
-            return text, token_ids
-        for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab - 1}")
-        return text, token_ids
-
-    def _grammar(self, params: SamplingParams, stop_ids: frozenset[int]) -> StructuredOutputRequest | None:
-        if params.structured_outputs is None:
-            return None
-        return self.core.structured_output.start(params.structured_outputs, stop_ids)
-
-    def _settle_params(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
-        tokenizer, config = self.loaded.tokenizer, self.loaded.config
-        eos_token_ids = tokenizer.eos_token_ids if tokenizer else config.eos_token_ids
-        settled, stop_ids = settle_params(params, config.vocab_size, tokenizer, eos_token_ids)
-        if settled.structured_outputs is not None:
-            spec = self.config.speculative_config
-            if spec is not None and not spec.is_lossless:
-                raise ValueError(
-                    "structured_outputs can't be kept with rejection_sample_method='synthetic', which accepts drafts "
-                    "whatever the grammar forbids; use 'standard' or 'block', or an engine without speculative_config"
-                )
-            self.core.structured_output.check(settled.structured_outputs)
-        return settled, stop_ids
-
-
-def _with_loaded(kwargs: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
-    """The keywords of an engine on the weights of `loaded`; ConfigError if they ask for another model, dtype or
-    device."""
-    taken = [key for key in ("model", "tokenizer", "load_format") if key in kwargs]
-    if taken:
-        raise ConfigError(
-            f"{', '.join(taken)} can't be given together with loaded=, which brings the model {loaded.name!r}"
-        )
-    weight = loaded.model.embed_tokens.weight
-    own = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
-    asked = {key: kwargs.get(key, "auto") for key in own}
-    merged = kwargs | {key: own[key] for key, value in asked.items() if value == "auto"}
-    config = EngineConfig.from_kwargs(**merged)
-    if config.torch_dtype != weight.dtype or config.torch_device != weight.device:
-        raise ConfigError(
-            f"dtype={asked['dtype']!r}, device={asked['device']!r} with loaded=: "
-            f"the weights of {loaded.name!r} are {own['dtype']} on "
-            f"{own['device']}; leave dtype and device out, or load the model anew"
-        )
-    return merged | {"model": loaded.name, "load_format": loaded.load_format}
-
-
-def _load(config: EngineConfig) -> LoadedModel:
-    def load() -> LoadedModel:
-        return load_model(
-            config.model, tokenizer=config.tokenizer, dtype=config.torch_dtype, device=config.torch_device,
-            load_format=config.load_format, seed=config.seed, skip_tokenizer_init=config.skip_tokenizer_init,
-        )  # fmt: skip
-
-    if config.torch_device.type == "cuda":
-        return load()
-    if config.load_format == "auto":
-        resolve_model(config.model)  # here, where a Ctrl-C ends a download
-    return run_on_compute_worker(load)
-
-
-def _child_ids(request_id: str, n: int) -> list[str]:
-    """The scheduler's ids of n completions."""
-    return [request_id] if n == 1 else [f"{index}_{request_id}" for index in range(n)]
-
-
-def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Completion `index` of n has its own seed, or all would be the same; the first one sees to the prompt's
-    logprobs."""
-    if params.n == 1:
-        return params
-    seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
-    prompt_logprobs = params.prompt_logprobs if index == 0 else None
-    return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise TypeError(
-            f"prompts must be a string, {{'prompt_token_ids': [...]}} or a list of those, got {type(prompts).__name__}"
-        )
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
-    if not isinstance(params, Sequence):
-        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}")
-    if len(params) != n:
-        raise ValueError(f"{n} prompts and {len(params)} sampling_params: give one for all, or one for each")
-    return list(params)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine import LLM, SamplingParams
 from engine.interrupts import deferred_interrupt
-from engine.llm import Prompt
+from engine.prompts import Prompt
 from engine.request import RequestOutput
 
 

@@ -184,10 +184,10 @@ def test_words_that_make_too_many_tokens_are_refused_at_the_front_door(tmp_path:
 
 
 def test_only_the_first_of_n_completions_has_the_prompts_logprobs() -> None:
-    from engine.llm import _child_params
+    from engine.request_maker import child_params
 
     params = SamplingParams(n=3, seed=5, prompt_logprobs=2, presence_penalty=1)
-    children = [_child_params(params, index) for index in range(3)]
+    children = [child_params(params, index) for index in range(3)]
     assert [child.prompt_logprobs for child in children] == [2, None, None]
     assert [child.seed for child in children] == [5, 6, 7]
     assert all(child.n == 1 and child.presence_penalty == 1 for child in children)
