@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from huggingface_hub.utils import tqdm
@@ -31,18 +32,23 @@ class LLM:
 
     Args:
         model: a folder or file of a Llama, Qwen2 or Qwen3 checkpoint (safetensors or GGUF), a hub name, or the name
-        of a
-            built-in config with `load_format="dummy"`. Left out: SmolLM2-135M-Instruct.
+            of a built-in config with `load_format="dummy"`. Left out: SmolLM2-135M-Instruct.
         loaded: another engine's `llm.loaded`, to share its weights; then `model`, `tokenizer` and `load_format` stay
-        out. keep_finished: finished requests stay visible in snapshots (the workbench's wish). **kwargs: every field
-        of `EngineConfig`; an unknown one raises ConfigError and names the closest.
+            out.
+        keep_finished: finished requests stay visible in snapshots (the workbench's wish).
+        **kwargs: every field of `EngineConfig`; an unknown one raises ConfigError and names the closest.
     """
 
     def __init__(
-        self, model: str | None = None, *, loaded: LoadedModel | None = None, keep_finished: bool = False, **kwargs: Any
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        loaded: LoadedModel | None = None,
+        keep_finished: bool = False,
+        **kwargs: Any,
     ) -> None:
         if model is not None:
-            kwargs["model"] = str(model)
+            kwargs["model"] = model
         if loaded is not None:
             kwargs = _with_loaded(kwargs, loaded)
         config = EngineConfig.from_kwargs(**kwargs)
