@@ -126,11 +126,12 @@ function bar({ x, width, bar: [lane, name, begin, length, step, kind, depth] }, 
   const what = WHAT[kind] ?? model.lanes[lane];
   const label = kind === "around" ? "" : fitting(kind === "wait" && width > 60 ? `wait: ${name}` : name, width);
   const when = `${length.toFixed(3)} ms, from ${begin.toFixed(3)} to ${(begin + length).toFixed(3)}`;
-  const look = `rs-label ${kind === "fetch" ? "rs-quiet" : "rs-on-color"}`;
+  const faint = String(step) === (marked ?? String(model.step)) ? "" : marked ? " rs-dim" : " rs-pale";
+  const look = `rs-label ${kind === "fetch" ? "rs-quiet" : faint ? "rs-on-mixed" : "rs-on-color"}`;
   return [
     svg("rect", {
       "data-step": step, x, y: y + 1 + inset, width: Math.max(width - 0.6, 0.8), height, rx: 2,
-      class: `rs-${kind in WHAT ? kind : model.lanes[lane]}${String(step) === (marked ?? String(model.step)) ? "" : marked ? " rs-dim" : " rs-pale"}`,
+      class: `rs-${kind in WHAT ? kind : model.lanes[lane]}${faint}`,
     }, title(`${runner}, step ${step}: ${name}\n${what}\n${when}`)),
     label ? text(x + width / 2, y + LANE / 2 + 2, label, { "text-anchor": "middle", "font-size": 10, class: look }) : null,
   ];
