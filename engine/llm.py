@@ -18,12 +18,13 @@ from .hooks import Hooks
 from .interrupts import deferred_interrupt
 from .models import LoadedModel, load_model, resolve_model
 from .output_processor import ParentRequest
+from .prompts import Prompt, as_params, as_prompts, as_token_ids, check_prompt
 from .request import Request, RequestOutput
 from .sample.front_door import settle_params
 from .sample.structured_output import StructuredOutputRequest
+from .sampling_checks import is_whole
 from .sampling_params import SamplingParams
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, str]
 
 
@@ -91,8 +92,8 @@ class LLM:
         A prompt is a string or `{"prompt_token_ids": [...]}`. All prompts are checked before any is run. When it is
         interrupted or fails, its requests are aborted and the engine can be used again.
         """
-        batch = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(batch))
+        batch = as_prompts(prompts)
+        params = as_params(sampling_params, len(batch))
         ids: list[str] = []
         results: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(batch), desc="Processed prompts", disable=not use_tqdm)
@@ -123,6 +124,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the checkpoint's chat template."""
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise TypeError(
+                f"chat takes a list of {{'role': ..., 'content': ...}}, or a list of such lists, got "
+                f"{type(messages).__name__}"
+            )
         if not messages:
             raise ValueError("chat: no messages; give a list of {'role': ..., 'content': ...}")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -201,6 +207,10 @@ class LLM:
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
         if request_id is None:
             request_id = str(next(self._counter))
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id={request_id!r}: must be a string that is not empty")
+        if not is_whole(priority) or not -(2**63) <= priority < 2**63:
+            raise ValueError(f"priority={priority!r}: must be a 64-bit whole number (the smaller, the earlier)")
         if self.core.output_processor.has_parent(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         text, token_ids = self._tokenize(prompt)
@@ -229,13 +239,21 @@ class LLM:
         self._pass_on(outputs)
         return outputs
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests; unknown and finished ids are ignored. A stream of one ends with finish_reason "abort"."""
+    def abort(self, request_ids: str | Sequence[str]) -> None:
+        """Ends one request or several; unknown and finished ids are ignored. A stream of one ends with finish_reason
+        "abort"."""
+        request_ids = [request_ids] if isinstance(request_ids, str) else request_ids
         self._pass_on(self.core.abort(request_ids))
 
     def close(self) -> None:
         """Ends the engine's threads and lets go of its memory; the weights stay with who shares them."""
         self.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     # -- helpers
 
@@ -252,31 +270,18 @@ class LLM:
             self.step()
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: str | None = None
+        check_prompt(prompt)
+        vocab_size = self.loaded.config.vocab_size
         if isinstance(prompt, str):
-            text = prompt
-            token_ids = self.get_tokenizer().encode(prompt)
-            if not token_ids:
-                raise ValueError("the prompt is empty: give some text, or prompt_token_ids with at least one id")
-        elif isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                token_ids = prompt["prompt_token_ids"]
-                if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-                    raise TypeError(f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}")
-                token_ids = list(token_ids)
-            elif text is not None:
-                return self._tokenize(text)
-            else:
-                raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}")
+            text: str | None = prompt
         else:
-            raise TypeError(f"a prompt is a string or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}")
-        vocab = self.loaded.config.vocab_size
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab:
-            return text, token_ids
-        for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab - 1}")
+            text = prompt.get("prompt")
+            if prompt.get("prompt_token_ids") is not None:
+                return text, as_token_ids(prompt["prompt_token_ids"], vocab_size)
+        assert text is not None, "checked"
+        token_ids = as_token_ids(self.get_tokenizer().encode(text), vocab_size)
+        if not token_ids:
+            raise ValueError("the prompt is empty: give some text, or prompt_token_ids with at least one id")
         return text, token_ids
 
     def _grammar(self, params: SamplingParams, stop_ids: frozenset[int]) -> StructuredOutputRequest | None:
@@ -343,23 +348,3 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise TypeError(
-            f"prompts must be a string, {{'prompt_token_ids': [...]}} or a list of those, got {type(prompts).__name__}"
-        )
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
-    if not isinstance(params, Sequence):
-        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}")
-    if len(params) != n:
-        raise ValueError(f"{n} prompts and {len(params)} sampling_params: give one for all, or one for each")
-    return list(params)

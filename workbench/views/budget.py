@@ -134,7 +134,12 @@ def _shares(by_load: Mapping[int, Sequence[Budgeted]]) -> dict[str, Any]:
         points.append([load, round(fmean(each), 3), round(min(each), 3), round(max(each), 3), len(own)])
     most = max(one.event.num_drafts // one.event.num_reqs for own in by_load.values() for one in own)
     widest = max(by_load)
-    return {"points": points, "most": most, "max": widest, "ends": [_counted(widest, "request"), _counted(most, "draft")]}
+    return {
+        "points": points,
+        "most": most,
+        "max": widest,
+        "ends": [_counted(widest, "request"), _counted(most, "draft")],
+    }
 
 
 def step_costs(speculation: Mapping[str, Any]) -> dict[int, CostTable]:
