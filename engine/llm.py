@@ -17,6 +17,7 @@ from .cpu_stream import run_on_compute_worker
 from .hooks import Hooks
 from .interrupts import deferred_interrupt
 from .models import LoadedModel, load_model, resolve_model
+from .one_thread import OneThread
 from .output_processor import ParentRequest
 from .prompts import Prompt, as_params, as_prompts, as_token_ids, check_prompt
 from .request import Request, RequestOutput
@@ -60,6 +61,7 @@ class LLM:
         self._counter = itertools.count()
         # Outputs of requests that somebody is reading one by one.
         self._streams: dict[str, list[RequestOutput]] = {}
+        self._one_thread = OneThread()
 
     @property
     def config(self) -> EngineConfig:
@@ -94,6 +96,10 @@ class LLM:
         """
         batch = as_prompts(prompts)
         params = as_params(sampling_params, len(batch))
+        with self._one_thread:
+            return self._generate(batch, params, use_tqdm)
+
+    def _generate(self, batch: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         ids: list[str] = []
         results: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(batch), desc="Processed prompts", disable=not use_tqdm)
@@ -186,7 +192,8 @@ class LLM:
         """Queues one request for the next `step()` and returns its id. With `final_only` a step returns its output
         when it is finished, and nothing before. Raises ValueError, with nothing queued, if it can't run."""
         parent, requests = self._requests(prompt, sampling_params, request_id, priority, final_only)
-        self.core.add_request(parent, requests)
+        with self._one_thread:
+            self.core.add_request(parent, requests)
         return parent.request_id
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str) -> None:
@@ -235,19 +242,25 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it."""
-        outputs = self.core.step()
-        self._pass_on(outputs)
+        with self._one_thread:
+            outputs = self.core.step()
+            self._pass_on(outputs)
         return outputs
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Ends one request or several; unknown and finished ids are ignored. A stream of one ends with finish_reason
         "abort"."""
         request_ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        self._pass_on(self.core.abort(request_ids))
+        with self._one_thread:
+            self._pass_on(self.core.abort(request_ids))
 
     def close(self) -> None:
         """Ends the engine's threads and lets go of its memory; the weights stay with who shares them."""
         self.core.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"<LLM {self.loaded.name}, {'V2' if self.core.use_v2 else 'V1'} on {config.torch_device}>"
 
     def __enter__(self) -> LLM:
         return self

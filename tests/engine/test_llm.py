@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,42 @@ def test_one_id_may_be_aborted_without_a_list(llm: LLM) -> None:
     llm.add(ids(*PROMPTS[0]), greedy(9), request_id="gone")
     llm.abort("gone")
     assert not llm.core.has_unfinished()
+
+
+def test_another_thread_is_refused_while_one_generates(llm: LLM) -> None:
+    """Between two steps of the first: whatever the second one would take or end is the first one's."""
+    errors: list[BaseException] = []
+
+    def elsewhere(use: Callable[[], Any]) -> None:
+        try:
+            use()
+        except RuntimeError as error:
+            errors.append(error)
+
+    step, uses = llm.step, (llm.step, lambda: llm.add(ids(1)), lambda: llm.abort("0"), lambda: llm.generate(ids(1)))
+
+    def watched_step() -> list[RequestOutput]:
+        for use in uses if not errors else ():
+            other = threading.Thread(target=elsewhere, args=(use,))
+            other.start()
+            other.join(20)
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "step", watched_step)
+        output = llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)
+    assert tokens_of(output) == [reference(PROMPTS[0], greedy(5))]
+    assert len(errors) == 4 and all("another thread is using this LLM" in str(error) for error in errors)
+    done: list[Any] = []
+    later = threading.Thread(target=lambda: done.extend(llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)))
+    later.start()
+    later.join(20)
+    assert tokens_of(done) == tokens_of(output)
+
+
+def test_an_engine_says_which_it_is(llm: LLM) -> None:
+    runner = llm.core.runner.name.upper()
+    assert repr(llm) == f"<LLM {llm.loaded.name}, {runner} on cpu>"
 
 
 def test_an_engine_ends_with_its_with_block() -> None:
