@@ -196,9 +196,11 @@ class LLM:
             self.core.add_request(parent, requests)
         return parent.request_id
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str) -> None:
+    def check(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str, priority: int = 0
+    ) -> None:
         """Raises what `add` would raise, and queues nothing."""
-        _, requests = self._requests(prompt, sampling_params, request_id)
+        _, requests = self._requests(prompt, sampling_params, request_id, priority)
         self.core.check_requests(requests)
 
     def _requests(

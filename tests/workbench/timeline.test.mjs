@@ -145,6 +145,19 @@ test("only the label of a bar in its full colour has an ink of its own", () => {
   assert.ok(seen > 1);
 });
 
+test("no label of the axis leaves the picture", () => {
+  const { root } = render(view, { ...small, view: [0, 10141.5], extent: [0, 10141.5] });
+  const holder = root.querySelector(".rs-holder");
+  for (holder.clientWidth = 300; holder.clientWidth < 1500; holder.clientWidth += 3) {
+    observers.at(-1).callback();
+    for (const node of root.querySelectorAll("text").filter((n) => /^[\d.]+ ms$/.test(n.textContent))) {
+      const half = node.getAttribute("text-anchor") === "middle" ? node.textContent.length * 3.1 : 0;
+      const right = Number(node.getAttribute("x")) + half;
+      assert.ok(right <= holder.clientWidth, `${node.textContent} ends at ${right} of ${holder.clientWidth}`);
+    }
+  }
+});
+
 test("it follows the width of the page", () => {
   const { root } = render(view, small);
   const holder = root.querySelector(".rs-holder");

@@ -4,6 +4,7 @@ import { el, heading, make, patch, svg, title } from "./dom.js";
 
 const LEFT = 62;
 const RIGHT = 10;
+const EDGE = 32; // half of the longest label of the axis
 const LANE = 21;
 const HEAD = 34;
 const GROUP = HEAD + 3 * LANE + 12;
@@ -58,7 +59,8 @@ export function draw(model, view, width, hatch, marked = null) {
   const height = GROUP * model.runners.length + 18;
   const shapes = ticks(view, width).map((ms) => [
     svg("line", { x1: x(ms), x2: x(ms), y1: HEAD, y2: height - 16, class: "rs-line" }),
-    text(x(ms), height - 3, `${ms} ms`, { "text-anchor": "middle" }),
+    // Half of a label in the middle of the last line would lie outside the picture.
+    text(x(ms), height - 3, `${ms} ms`, { "text-anchor": x(ms) > width - EDGE ? "end" : "middle" }),
   ]);
   model.runners.forEach((runner, i) => shapes.push(lanes(model, runner, i * GROUP, view, width, x, hatch, marked)));
   const label = `Timeline, ${model.note}. ${model.runners.map((runner) => `${runner.title}: ${runner.summary}`).join(". ")}`;
