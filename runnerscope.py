@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engine.cli import UserError, build_parser, run
+from engine.cli import UserError, build_parser, numbers, run
 
 
 def _lab(arguments: argparse.Namespace) -> int:
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = build_parser()
     command = commands.add_parser("lab", help="serve JupyterLab on the tour, on this machine only")
     command.add_argument("notebook", nargs="?", help="a notebook or a folder (default: notebooks/00_tour.ipynb)")
-    command.add_argument("--port", type=int, default=8888, help="first port to try (default: 8888)")
+    command.add_argument(
+        "--port", type=numbers.port, default=8888, metavar="N", help="first port to try (default: 8888)"
+    )
     command.add_argument(
         "--browser",
         action=argparse.BooleanOptionalAction,

@@ -6,7 +6,9 @@ closest. What depends on the checkpoint or on the machine is settled once, by `r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,8 +71,14 @@ class EngineConfig:
         spec = kwargs.get("speculative_config")
         if isinstance(spec, dict):
             kwargs["speculative_config"] = SpeculativeConfig.from_mapping(spec)
-        if kwargs.get("cudagraph_capture_sizes") is not None and "cudagraph_capture_sizes" in kwargs:
-            kwargs["cudagraph_capture_sizes"] = tuple(sorted(kwargs["cudagraph_capture_sizes"]))
+        for key in ("model", "tokenizer"):
+            if isinstance(kwargs.get(key), os.PathLike):
+                kwargs[key] = os.fspath(kwargs[key])
+        sizes = kwargs.get("cudagraph_capture_sizes")
+        if isinstance(sizes, list | tuple):
+            with contextlib.suppress(TypeError):  # what can't be sorted is refused below
+                sizes = sorted(sizes)
+            kwargs["cudagraph_capture_sizes"] = tuple(sizes)
         return cls(**kwargs)
 
     def __post_init__(self) -> None:
@@ -94,8 +102,9 @@ class EngineConfig:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r}: must be a 64-bit whole number")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={share!r}: must be above 0 and at most 1")
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
             raise ConfigError(
                 "num_gpu_blocks_override=1: at least 2, since block 0 is the null block that no request owns"
@@ -105,6 +114,11 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "every running request needs one token of the budget a step; raise the first or lower the second"
             )
+        self._check_names()
+        if not isinstance(self.cudagraph_capture_sizes, tuple):
+            raise ConfigError(
+                f"cudagraph_capture_sizes={self.cudagraph_capture_sizes!r}: must be a list of numbers of requests"
+            )
         for size in self.cudagraph_capture_sizes:
             check_positive("cudagraph_capture_sizes", size)
         self._check_speculative()
@@ -112,10 +126,23 @@ class EngineConfig:
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+        self._check_device()
+
+    def _check_names(self) -> None:
+        for name in ("model", "tokenizer", "device"):
+            value = getattr(self, name)
+            if (value is not None or name != "tokenizer") and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}={value!r}: must be a string that is not empty")
+
+    def _check_device(self) -> None:
+        index = self.device.removeprefix("cuda:")
+        if self.device not in ("auto", "cpu", "cuda") and not (index != self.device and index.isdecimal()):
             raise ConfigError(f"device={self.device!r}: possible are 'auto', 'cpu', 'cuda' and 'cuda:N'")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"device={self.device!r}: this torch sees no CUDA device; use device='cpu' or 'auto'")
+        if index.isdecimal() and int(index) >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ConfigError(f"device={self.device!r}: this torch sees {count} CUDA devices, numbered from 0")
 
     def _check_speculative(self) -> None:
         config = self.speculative_config

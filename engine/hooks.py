@@ -236,10 +236,12 @@ def subscribe(types: type[Event] | Iterable[type[Event]], fn: Subscriber) -> Ite
 
 
 def _as_types(types: type[Event] | Iterable[type[Event]]) -> tuple[type[Event], ...]:
-    result = (types,) if isinstance(types, type) else tuple(types)
+    several = isinstance(types, Iterable) and not isinstance(types, type | str)
+    result: tuple[Any, ...] = tuple(types) if several else (types,)  # type: ignore[arg-type]
     for t in result:
         if not (isinstance(t, type) and issubclass(t, Event)):
-            names = ", ".join(sorted(c.__name__ for c in Event.__subclasses__()))
+            # A set: a class with slots is made a second time by its decorator, and the first one may still be there.
+            names = ", ".join(sorted({c.__name__ for c in Event.__subclasses__()}))
             raise TypeError(f"subscribe: {t!r} is no event type; the event types are Event (all) and {names}")
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from huggingface_hub.utils import tqdm
@@ -13,6 +14,7 @@ from .hooks import Hooks
 from .interrupts import deferred_interrupt
 from .loading import load_for, sharing
 from .models import LoadedModel
+from .one_thread import OneThread
 from .prompts import Prompt, as_params, as_prompts, tokenizer_of
 from .request import RequestOutput
 from .request_maker import RequestMaker
@@ -34,10 +36,15 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, loaded: LoadedModel | None = None, keep_finished: bool = False, **kwargs: Any
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        loaded: LoadedModel | None = None,
+        keep_finished: bool = False,
+        **kwargs: Any,
     ) -> None:
         if model is not None:
-            kwargs["model"] = str(model)
+            kwargs["model"] = model
         if loaded is not None:
             kwargs = sharing(kwargs, loaded)
         config = EngineConfig.from_kwargs(**kwargs)
@@ -50,6 +57,7 @@ class LLM:
         self._streams: dict[str, list[RequestOutput]] = {}
         self._untaken: dict[str, RequestOutput] = {}
         """The last output of each request that `generate` or a stream made in passing, for the next `step()`."""
+        self._one_thread = OneThread()
 
     @property
     def config(self) -> EngineConfig:
@@ -79,6 +87,10 @@ class LLM:
         """
         batch = as_prompts(prompts)
         params = as_params(sampling_params, len(batch))
+        with self._one_thread:
+            return self._generate(batch, params, use_tqdm)
+
+    def _generate(self, batch: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         ids: list[str] = []
         results: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(batch), desc="Processed prompts", disable=not use_tqdm)
@@ -111,6 +123,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the checkpoint's chat template."""
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise TypeError(
+                f"chat takes a list of {{'role': ..., 'content': ...}}, or a list of such lists, got "
+                f"{type(messages).__name__}"
+            )
         if not messages:
             raise ValueError("chat: no messages; give a list of {'role': ..., 'content': ...}")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -168,39 +185,55 @@ class LLM:
         """Queues one request for the next `step()` and returns its id. With `final_only` a step returns its output
         when it is finished, and nothing before. Raises ValueError, with nothing queued, if it can't run."""
         parent, requests = self._maker.make(prompt, sampling_params, request_id, priority, final_only)
-        self.core.add_request(parent, requests)
+        with self._one_thread:
+            self.core.add_request(parent, requests)
         return parent.request_id
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str) -> None:
+    def check(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str, priority: int = 0
+    ) -> None:
         """Raises what `add` would raise, and queues nothing."""
-        _, requests = self._maker.make(prompt, sampling_params, request_id)
+        _, requests = self._maker.make(prompt, sampling_params, request_id, priority)
         self.core.check_requests(requests)
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it, behind the last one of each request of `add` that a call of
         `generate`, `chat` or `stream` has computed on its way since the last step."""
-        outputs = self._step()
-        if self._untaken:
+        with self._one_thread:
+            outputs = self._step()
             untaken, self._untaken = self._untaken, {}
-            outputs = [*untaken.values(), *outputs]
-        return outputs
+        return [*untaken.values(), *outputs] if untaken else outputs
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests; unknown and finished ids are ignored. A stream of one ends with finish_reason "abort"."""
-        aborted = self.core.abort(request_ids)
-        for output in aborted:
-            self._untaken.pop(output.request_id, None)
-        self._pass_on(aborted)
+    def abort(self, request_ids: str | Sequence[str]) -> None:
+        """Ends one request or several; unknown and finished ids are ignored. A stream of one ends with finish_reason
+        "abort"."""
+        request_ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        with self._one_thread:
+            aborted = self.core.abort(request_ids)
+            for output in aborted:
+                self._untaken.pop(output.request_id, None)
+            self._pass_on(aborted)
 
     def close(self) -> None:
         """Ends the engine's threads and lets go of its memory; the weights stay with who shares them."""
         self.core.close()
 
+    def __repr__(self) -> str:
+        runner = "V2" if self.core.use_v2 else "V1"
+        return f"<LLM {self.loaded.name}, {runner} on {self.config.torch_device}>"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     # -- helpers
 
     def _step(self) -> list[RequestOutput]:
-        outputs = self.core.step()
-        self._pass_on(outputs)
+        with self._one_thread:
+            outputs = self.core.step()
+            self._pass_on(outputs)
         return outputs
 
     def _step_for_others(self) -> None:

@@ -1,7 +1,8 @@
-"""Prompts and their parameters as they are given, and what of them an engine takes."""
+"""What `LLM` takes as prompts and their parameters, checked, and the token ids that a prompt is."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from .models import LoadedModel
 from .sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any]
-"""A text, or `{"prompt_token_ids": [...]}`, beside which "prompt" may be the text that they stand for."""
+"""A text, or `{"prompt_token_ids": [...]}`, where "prompt" may say the text that they are of."""
+_KEYS = ("prompt", "prompt_token_ids")
 
 
 def tokenizer_of(loaded: LoadedModel) -> Any:
@@ -25,36 +27,23 @@ def tokenizer_of(loaded: LoadedModel) -> Any:
 
 def read_prompt(prompt: Prompt, loaded: LoadedModel) -> tuple[str | None, list[int]]:
     """Its text, if it has one, and its token ids; ValueError or TypeError for what is no prompt of this model."""
-    text: str | None = None
+    _check(prompt)
+    vocab_size = loaded.config.vocab_size
     if isinstance(prompt, str):
-        text = prompt
-        token_ids = tokenizer_of(loaded).encode(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty: give some text, or prompt_token_ids with at least one id")
-    elif isinstance(prompt, Mapping):
-        text = prompt.get("prompt")
-        if "prompt_token_ids" in prompt:
-            token_ids = prompt["prompt_token_ids"]
-            if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-                raise TypeError(f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}")
-            token_ids = list(token_ids)
-        elif text is not None:
-            return read_prompt(text, loaded)
-        else:
-            raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got the keys {sorted(prompt)}")
+        text: str | None = prompt
     else:
-        raise TypeError(f"a prompt is a string or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}")
-    vocab = loaded.config.vocab_size
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab:
-        return text, token_ids
-    for position, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-            raise ValueError(f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab - 1}")
+        text = prompt.get("prompt")
+        if prompt.get("prompt_token_ids") is not None:
+            return text, _token_ids(prompt["prompt_token_ids"], vocab_size)
+    assert text is not None, "checked"
+    token_ids = _token_ids(tokenizer_of(loaded).encode(text), vocab_size)
+    if not token_ids:
+        raise ValueError("the prompt is empty: give some text, or prompt_token_ids with at least one id")
     return text, token_ids
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or a list of them, as a list."""
+    """One prompt or several as a list. TypeError for what is neither."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -65,7 +54,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    """One for each of n prompts."""
+    """The parameters of each of `n` prompts. TypeError or ValueError if there aren't as many."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
     if not isinstance(params, Sequence):
@@ -73,3 +62,37 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, n: int) 
     if len(params) != n:
         raise ValueError(f"{n} prompts and {len(params)} sampling_params: give one for all, or one for each")
     return list(params)
+
+
+def _check(prompt: Any) -> None:
+    """TypeError or ValueError, which say what a prompt is, for what is none."""
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, Mapping):
+        raise TypeError(f"a prompt is a string or {{'prompt_token_ids': [...]}}, got {type(prompt).__name__}")
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown or all(prompt.get(key) is None for key in _KEYS):
+        raise ValueError(f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, got the keys {list(prompt)}")
+    if not isinstance(prompt.get("prompt", ""), str | None):
+        raise TypeError(f"a prompt's text must be a string, got {type(prompt['prompt']).__name__}")
+
+
+def _token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """Token ids as plain ints; whole numbers of NumPy or torch are taken too."""
+    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+        raise TypeError(f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return list(token_ids)
+    return [_token_id(token, position, vocab_size) for position, token in enumerate(token_ids)]
+
+
+def _token_id(token: Any, position: int, vocab_size: int) -> int:
+    try:
+        value = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        value = -1
+    if not 0 <= value < vocab_size:
+        raise ValueError(
+            f"prompt_token_ids[{position}] = {token!r}: must be a token id from 0 to {vocab_size - 1}"
+        ) from None
+    return value

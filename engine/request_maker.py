@@ -14,6 +14,7 @@ from .prompts import Prompt, read_prompt
 from .request import Request
 from .sample.front_door import settle_params
 from .sample.structured_output import StructuredOutputRequest
+from .sampling_checks import is_whole
 from .sampling_params import SamplingParams
 
 
@@ -36,8 +37,12 @@ class RequestMaker:
         params = sampling_params if sampling_params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
+        if not is_whole(priority) or not -(2**63) <= priority < 2**63:
+            raise ValueError(f"priority={priority!r}: must be a 64-bit whole number (the smaller, the earlier)")
         if request_id is None:
             request_id = self._free_id(params.n)
+        elif not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id={request_id!r}: must be a string that is not empty")
         elif self._core.output_processor.has_parent(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         text, token_ids = read_prompt(prompt, self._loaded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,14 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+MIN_FLOAT32 = 2.0**-126
+"""The least normal number: tables of the runners hold nothing smaller that is not 0."""
+
+
 def is_real(value: Any) -> bool:
-    """A finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A number that is finite in float32, as which the runners hold it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_FLOAT32 <= value <= MAX_FLOAT32
 
 
 def as_tuple(name: str, value: Any, what: str) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from .config import closest
 from .sample.logits_processors import LogitsProcessor
 from .sample.structured_outputs_params import StructuredOutputsParams
-from .sampling_checks import as_tuple, is_real, is_whole, settle_logit_bias, settle_token_ids
+from .sampling_checks import MIN_FLOAT32, as_tuple, is_real, is_whole, settle_logit_bias, settle_token_ids
 
 GREEDY_BELOW = 1e-5
 """A lower temperature than this is greedy, as in vLLM: dividing by it would overflow."""
@@ -96,8 +96,10 @@ class SamplingParams:
 
     def _check_draw(self) -> None:
         if not is_real(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r}: must be a finite number of at least 0 (0 is greedy)")
-        if not is_real(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature={self.temperature!r}: must be a finite float32 number of at least 0 (0 is greedy)"
+            )
+        if not is_real(self.top_p) or not MIN_FLOAT32 <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: must be above 0 and at most 1 (1 is off)")
         if not is_whole(self.top_k) or self.top_k < -1:
             raise ValueError(f"top_k={self.top_k!r}: must be a whole number, at least 1, or 0 or -1 for off")
@@ -125,7 +127,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not is_real(value) or not -2 <= value <= 2:
                 raise ValueError(f"{name}={value!r}: must be between -2 and 2 (0 is off)")
-        if not is_real(self.repetition_penalty) or self.repetition_penalty <= 0:
+        if not is_real(self.repetition_penalty) or self.repetition_penalty < MIN_FLOAT32:
             raise ValueError(f"repetition_penalty={self.repetition_penalty!r}: must be above 0 (1 is off)")
         self._set("logit_bias", settle_logit_bias(self.logit_bias, MAX_LOGIT_BIASES))
         if self.allowed_token_ids is not None:

@@ -30,9 +30,9 @@ class SpeculativeConfig:
     | ngram | the request's own tokens | num_speculative_tokens | prompt_lookup_min, prompt_lookup_max |
     | draft_model | a smaller model with the same vocabulary | num_speculative_tokens, model | draft_sample_method |
     | mtp | one more head on the target's hidden states | | model, draft_sample_method |
-    | dspark | a head fused into runner V2's step, or `draft="lookup"` | with draft |
-    num_speculative_tokens | model; the keys of ngram; or draft_sample_method, verification_schedule,
-    confidence_threshold |
+    | dspark | a head fused into runner V2's step | | model, num_speculative_tokens, draft_sample_method, and for \
+    how many are verified verification_schedule, confidence_threshold |
+    | dspark with `draft="lookup"` | the request's own tokens | num_speculative_tokens | the keys of ngram |
 
     mtp and dspark without a model take the head that comes with the package, where there is one for the target.
 

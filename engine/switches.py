@@ -5,6 +5,7 @@ A bad value raises and says what is possible.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +26,20 @@ def _flag(text: str) -> bool:
     return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
 
 
+def _above_0(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
+
+
 SWITCHES = (
     Switch(
         "VLLM_USE_V2_MODEL_RUNNER", None, _flag, "0 or 1", "engine/worker.py",
         "Which runner is built when the config leaves use_v2_model_runner at None. Unset: V2.",
     ),
     Switch(
-        "RUNNERSCOPE_CPU_KVCACHE_SPACE", 1.0, float, "GiB, a number above 0", "engine/worker.py",
+        "RUNNERSCOPE_CPU_KVCACHE_SPACE", 1.0, _above_0, "GiB, a number above 0", "engine/worker.py",
         "The most memory that the KV cache takes on a CPU.",
     ),
     Switch(

@@ -120,9 +120,17 @@ class Worker:
     ) -> None:
         assert config.num_gpu_blocks_override is not None, "the worker needs a resolved config"
         self.device = Device(config.torch_device, hooks)
-        self.kv_cache = allocate_kv_cache(
-            loaded.config, config.num_gpu_blocks_override, config.block_size, config.torch_dtype, config.torch_device
-        )
-        if decoder is not None:
-            decoder.allocate_kv_cache(config.num_gpu_blocks_override, config.block_size)
+        num_blocks, block_size = config.num_gpu_blocks_override, config.block_size
+        try:
+            self.kv_cache = allocate_kv_cache(
+                loaded.config, num_blocks, block_size, config.torch_dtype, config.torch_device
+            )
+            if decoder is not None:
+                decoder.allocate_kv_cache(num_blocks, block_size)
+        except RuntimeError as error:  # what torch raises for memory that isn't there, and for sizes beyond 64 bits
+            gib = num_blocks * block_size * kv_bytes_per_token(loaded.config, config.torch_dtype) / 2**30
+            raise ConfigError(
+                f"num_gpu_blocks_override={num_blocks}: a KV cache of {num_blocks} blocks of block_size={block_size} "
+                f"takes {gib:,.1f} GiB, which this machine hasn't; lower it, or leave it out for what fits"
+            ) from error
         self.runner = build_model_runner(config, use_v2, loaded, self.kv_cache, self.device, hooks, decoder)

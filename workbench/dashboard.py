@@ -209,8 +209,8 @@ class Dashboard(ipywidgets.Box):
 
 def open_workbench(
     prompts: Any = None,
-    *,
     runners: str | Sequence[str] = RUNNERS,
+    *,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     session: Session | None = None,
     **keywords: Any,

@@ -163,6 +163,8 @@ def find_notebook(notebook: str | None = None) -> Path:
         path = Path(notebook).expanduser().resolve()
         if not path.exists():
             raise LabError(f"no notebook or folder {notebook!r}; the tour is {TOUR} in a clone of the repository")
+        if path.is_file() and path.suffix != ".ipynb":
+            raise LabError(f"{notebook!r} is no notebook; give an .ipynb file, or a folder")
         return path
     for base in (Path.cwd(), Path(__file__).resolve().parent.parent):
         if (base / TOUR).is_file():

@@ -42,6 +42,8 @@ def parse_prompts(
 
     Raises TypeError or ValueError that names the prompt and what is possible.
     """
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise TypeError(f"prompts are {type(prompts).__name__}: give a text, a dict, or a list of either")
     items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(items)
     if len(given) != len(items):
@@ -72,6 +74,8 @@ def _parse(item: Any, params: SamplingParams | None, index: int, chat: bool) -> 
             f"prompt {name}: arrive_at_step={arrive!r} must be a whole number of at least 1, the first step"
         )
     chosen = item.get("sampling_params") or params or SamplingParams(temperature=0.0, max_tokens=32)
+    if not isinstance(chosen, SamplingParams):
+        raise TypeError(f"prompt {name}: sampling_params must be a SamplingParams, got {type(chosen).__name__}")
     if "max_tokens" in item:
         chosen = dataclasses.replace(chosen, max_tokens=item["max_tokens"])
     if chosen.n != 1:

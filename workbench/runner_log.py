@@ -105,7 +105,9 @@ class RunnerLog:
 
     def check(self, request: SessionRequest) -> None:
         """Raises what adding the request would raise, and leaves no trace of it."""
-        self.llm.check(self._prompt(request), request.sampling_params, request_id=request.request_id)
+        self.llm.check(
+            self._prompt(request), request.sampling_params, request_id=request.request_id, priority=request.priority
+        )
 
     def expect(self, request: SessionRequest) -> None:
         """Adds the request now, or when its step comes."""

@@ -71,9 +71,10 @@ def _measure(arguments: argparse.Namespace) -> int:
             raise UserError(f"{others[0]} does not go with --speculation; drop one")
         return bench_speculation.run(arguments, keywords, runners, on_gpu)
     if arguments.sampling:
-        if odd := [name for name in asked if name not in bench_sampling.OPTIONS] or arguments.peer:
+        odd = [name for name in asked if name not in bench_sampling.OPTIONS] + (["--peer"] if arguments.peer else [])
+        if odd:
             raise UserError(
-                f"--sampling takes {', '.join(bench_sampling.OPTIONS)} beside the model, not {odd}; drop it"
+                f"--sampling takes {', '.join(bench_sampling.OPTIONS)} beside the model, not {odd[0]}; drop it"
             )
         return bench_sampling.run(arguments, keywords, on_gpu)
     if arguments.peer == "vllm" or asked or (on_gpu and arguments.peer is None):

@@ -25,6 +25,10 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        # On every parser, so that it may stand before the command or behind it.
+        self.add_argument(
+            "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error came from"
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
@@ -33,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> tuple[argparse.ArgumentParser, Any]:
     """The parser with the engine's commands, and argparse's subparsers object for adding more."""
     parser = _Parser(prog="runnerscope", description="A small LLM engine with vLLM's two model runners, opened up.")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(traceback=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for module in (doctor, model, generate, step, bench, dspark):
         module.add_parser(commands)
@@ -44,9 +48,7 @@ def run(parser: argparse.ArgumentParser, commands: Any, argv: Sequence[str] | No
     """Runs the command that `argv` names. An error of the user's is one line on stderr and exit code 2."""
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        command: argparse.ArgumentParser = commands.choices[arguments.command]
-        known = re.findall(r"--[a-z][\w-]*", command.format_help())
-        command.error(f"unknown argument {unknown[0]!r}{closest(unknown[0], known)}")
+        _refuse(unknown[0], _innermost(commands.choices[arguments.command], arguments))
     try:
         code: int = arguments.handler(arguments)
         sys.stdout.flush()
@@ -63,6 +65,21 @@ def run(parser: argparse.ArgumentParser, commands: Any, argv: Sequence[str] | No
         print(f"{parser.prog} {arguments.command}: {_one_line(error)}", file=sys.stderr)
         return 2
     return code
+
+
+def _innermost(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser that read the arguments: the action's, where the command has actions."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return _innermost(action.choices[getattr(arguments, action.dest)], arguments)
+    return command
+
+
+def _refuse(unknown: str, command: argparse.ArgumentParser) -> NoReturn:
+    if not unknown.startswith("-"):
+        command.error(f"unknown argument {unknown!r}: too many words; put a text of several words in quotes")
+    known = re.findall(r"--[a-z][\w-]*", command.format_help())
+    command.error(f"unknown argument {unknown!r}{closest(unknown, known)}")
 
 
 def _one_line(error: BaseException) -> str:

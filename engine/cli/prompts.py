@@ -17,7 +17,12 @@ def as_prompt(llm: LLM, text: str, *, chat: bool | None) -> Any:
     """
     tokenizer = llm.loaded.tokenizer
     if tokenizer is None:
-        raise UserError("this engine has no tokenizer, so it can't read text; leave --skip-tokenizer-init out")
+        remedy = (
+            "leave --skip-tokenizer-init out"
+            if llm.config.skip_tokenizer_init
+            else f"{llm.loaded.name} comes without one, so give --tokenizer PATH, of one that it can have"
+        )
+        raise UserError(f"this engine has no tokenizer, so it can't read text; {remedy}")
     has_template = tokenizer.chat_template is not None
     if chat and not has_template:
         raise UserError(f"{llm.loaded.name} has no chat template; use --no-chat")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..cli.numbers import count
 from ..cli.options import add_engine_options
 from ..cli.terminal import UserError, columns
 from .cli_data import add_prompt_options, answers
@@ -20,13 +21,18 @@ def add_parser(commands: Any) -> None:
     add_train_parser(actions)
 
     calibrate = actions.add_parser(
-        "calibrate", help="fit the confidences' temperatures and store them beside the draft"
+        "calibrate",
+        usage="%(prog)s [options] draft",
+        help="fit the confidences' temperatures and store them beside the draft",
+        description="Lets the target answer prompts, drafts behind every token, and fits one temperature a position.",
     )
-    calibrate.add_argument("draft", type=Path)
+    calibrate.add_argument("draft", type=Path, help="directory of the DSpark draft")
     calibrate.add_argument(
         "--temperature", type=float, choices=(0.0, 1.0), default=0.0, help="of the use to calibrate for (default: 0)"
     )
-    calibrate.add_argument("--rounds", type=int, default=8, help="anchors a sequence at temperature 1 (default: 8)")
+    calibrate.add_argument(
+        "--rounds", type=count, metavar="N", default=8, help="anchors a sequence at temperature 1 (default: 8)"
+    )
     calibrate.set_defaults(handler=run_calibrate)
 
     add_prompt_options(calibrate)

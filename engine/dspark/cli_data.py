@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cli.numbers import count
 from ..cli.terminal import UserError
 
 if TYPE_CHECKING:
@@ -20,9 +21,28 @@ _PROMPTS, _ANSWERS = "prompts.jsonl", "answers.jsonl"
 
 def add_prompt_options(parser: Any) -> None:
     """Options of the prompts that something is measured on, for `answers`."""
-    parser.add_argument("--prompts", type=Path, nargs="+", help='files of {"turns": [...]} lines; default: self-made')
-    parser.add_argument("--num-sequences", type=int, default=100, help="of each file (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: %(default)s)")
+    add_prompt_files(parser)
+    parser.add_argument(
+        "--num-sequences", type=count, metavar="N", default=100, help="of each file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=count, metavar="N", default=256, help="of an answer (default: %(default)s)"
+    )
+
+
+def add_prompt_files(parser: Any) -> None:
+    """The option of the files, for `check_prompt_files`."""
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", metavar="FILE", help='files of {"turns": [...]} lines; default: self-made'
+    )
+
+
+def check_prompt_files(arguments: argparse.Namespace) -> None:
+    """Reads them once, before anything is loaded. Raises DataError, naming the file and the line."""
+    from .data import read_prompts
+
+    for path in arguments.prompts or ():
+        read_prompts(path)
 
 
 def training_data(llm: LLM, arguments: argparse.Namespace, path: Path, seed: int) -> Sequences:

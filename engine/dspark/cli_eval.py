@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cli.numbers import count
 from ..cli.options import add_engine_options, engine_keywords
 from ..cli.terminal import UserError, columns, printable
 from ..speculative_config import SpeculativeConfig
-from .cli_data import add_prompt_options, answers
+from .cli_data import add_prompt_options, answers, check_prompt_files
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -25,13 +26,14 @@ def add_eval_parser(actions: Any) -> None:
     """Adds the action to the subparsers of `runnerscope dspark`."""
     evaluate = actions.add_parser(
         "eval",
+        usage="%(prog)s [options] [draft]",
         help="accepted length and acceptance per position: none, ngram, lookup, and the heads that there are",
         description="Replays the rounds of each way of drafting along the target's greedy answers, which no draft "
         "can change.",
     )
     evaluate.add_argument("draft", type=Path, nargs="?", help="a DSpark draft (default: the package's, if it has one)")
-    evaluate.add_argument("--mtp", type=Path, help="an MTP head (default: the package's, if it has one)")
-    evaluate.add_argument("--k", type=int, help="drafts a round (default: the draft's block, or 7)")
+    evaluate.add_argument("--mtp", type=Path, metavar="DIR", help="an MTP head (default: the package's, if it has one)")
+    evaluate.add_argument("--k", type=count, metavar="N", help="drafts a round (default: the draft's block, or 7)")
     evaluate.add_argument("--json", action="store_true", help="print JSON instead of tables")
     evaluate.add_argument("--to-card", action="store_true", help="put the table into the cards of DRAFT and --mtp too")
     evaluate.set_defaults(handler=run_eval)
@@ -103,12 +105,10 @@ def _json(results: Results, k: int) -> str:
 
 
 def engine(arguments: argparse.Namespace) -> LLM:
-    """The target's engine, once the files of prompts are known to be there."""
+    """The target's engine, once the files of prompts are known to be good."""
     from engine import LLM
 
-    for path in arguments.prompts or ():
-        if not path.is_file():
-            raise UserError(f"--prompts {path}: no such file")
+    check_prompt_files(arguments)
     return LLM(**engine_keywords(arguments))
 
 

@@ -9,9 +9,10 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cli.numbers import count, not_negative
 from ..cli.options import add_engine_options, engine_keywords
 from ..cli.terminal import UserError
-from .cli_data import stored_data, training_data, unused_token
+from .cli_data import add_prompt_files, check_prompt_files, stored_data, training_data, unused_token
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
@@ -44,41 +45,52 @@ def add_train_parser(actions: Any) -> None:
     """Adds the action to the subparsers of `runnerscope dspark`."""
     train = actions.add_parser(
         "train",
+        usage="%(prog)s [options] --out DIR",
         help="train a draft, or an MTP head, on the target's own answers; goes on where it was stopped",
         description="Has the target answer prompts, then trains a head on the answers. A Ctrl-C stops behind a whole "
         "step, with all of it on disk: the same command goes on from there.",
     )
-    train.add_argument("--out", type=Path, required=True, help="directory of the head and its training's state")
+    train.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the head and its training's state"
+    )
     train.add_argument(
         "--head", choices=("dspark", "mtp"), default="dspark",
         help="a DSpark draft (default), or one more layer that drafts one token",
     )  # fmt: skip
     train.add_argument(
-        "--data", type=Path,
+        "--data", type=Path, metavar="DIR",
         help="directory of the answers and hidden states; give the same one to train several heads on the same answers "
         "(default: in --out)",
     )  # fmt: skip
-    train.add_argument("--prompts", type=Path, nargs="+", help='files of {"turns": [...]} lines; default: self-made')
-    train.add_argument("--num-sequences", type=int, default=4000, help="answers to train on (default: %(default)s)")
-    train.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: %(default)s)")
+    add_prompt_files(train)
     train.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0], metavar="X", help="of the answers, in turn (default: 0)"
+        "--num-sequences", type=count, metavar="N", default=4000, help="answers to train on (default: %(default)s)"
+    )
+    train.add_argument("--max-tokens", type=count, metavar="N", default=256, help="of an answer (default: %(default)s)")
+    train.add_argument(
+        "--temperatures",
+        type=not_negative,
+        nargs="+",
+        default=[0.0],
+        metavar="X",
+        help="of the answers, in turn (default: 0)",
     )
     for flag, name, text in _SHAPE:
         many: dict[str, Any] = {"nargs": "+"} if name == "target_layer_ids" else {}
         train.add_argument(f"--{flag}", dest=name, type=int, metavar="N", help=text, **many)
     train.add_argument("--markov-head-type", choices=("vanilla", "gated", "rnn"), help="default: vanilla")
     for name, kind, text in _TRAINING:
-        train.add_argument(f"--{name}", type=kind, metavar="N", help=text, default=argparse.SUPPRESS)
+        metavar = "N" if kind is int else "X"
+        train.add_argument(f"--{name}", type=kind, metavar=metavar, help=text, default=argparse.SUPPRESS)
     for flag, name, default in _LOSS:
-        train.add_argument(f"--{flag}", dest=f"loss.{name}", type=float, metavar="X", default=default,
+        train.add_argument(f"--{flag}", dest=f"loss.{name}", type=not_negative, metavar="X", default=default,
                            help="of the loss (default: %(default)s)")  # fmt: skip
     train.add_argument(
-        "--cache-gib", type=float, default=8.0,
+        "--cache-gib", type=not_negative, metavar="X", default=8.0,
         help="most that hidden states may take on disk; nothing goes there where a GPU can hold them (default: "
         "%(default)s)",
     )  # fmt: skip
-    train.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
+    train.add_argument("--save-every", type=count, metavar="N", default=500, help="steps (default: %(default)s)")
     train.add_argument("--save-dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     train.set_defaults(handler=run_train)
     add_engine_options(train)
@@ -101,6 +113,11 @@ def run_train(arguments: argparse.Namespace) -> int:
     shape = _given_shape(arguments)
     loss = LossWeights(**{name: getattr(arguments, f"loss.{name}") for _, name, _ in _LOSS})
     given = {n for n, _, _ in _TRAINING if n.replace("-", "_") in vars(arguments)}
+    if {"steps", "minutes"} <= given:
+        raise UserError("--steps and --minutes both say when the training ends; give one of them")
+    for flag, path in (("--out", out), ("--data", arguments.data)):
+        if path is not None and path.exists() and not path.is_dir():
+            raise UserError(f"{flag} {path}: is a file; give a directory")
     settings = TrainingSettings(
         seed=seed, loss=loss, **{n.replace("-", "_"): getattr(arguments, n.replace("-", "_")) for n in given}
     )
@@ -154,9 +171,7 @@ def _prepare(
     from ..config import EngineConfig
     from ..models import load_model
 
-    for path in arguments.prompts or ():
-        if not path.is_file():
-            raise UserError(f"--prompts {path}: no such file")
+    check_prompt_files(arguments)
     keywords = engine_keywords(arguments)
     path = data / SEQUENCES
     if path.is_file():

@@ -119,9 +119,12 @@ def read_prompts(path: Path) -> list[list[str]]:
     """The turns of each line of a JSON-lines file, ``{"turns": ["...", ...]}``. Raises DataError, naming the line."""
     prompts = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        # Not splitlines(): JSON may have U+2028 and its like within a text, and they end no line.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read, it is not UTF-8 ({error})") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

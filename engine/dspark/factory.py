@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import ConfigError, EngineConfig
 from ..models import LoadedModel, ModelConfigError, resolve_model
 from ..spec_decode.draw import DraftSampler
-from ..spec_decode.shipped import shipped_head
+from ..spec_decode.shipped import SPEC_MODEL, shipped_head
 from .calibration import Calibration, CalibrationError
 from .checkpoint import read_draft
 from .decoder import DSparkDecoder, LookupDecoder
@@ -29,7 +29,7 @@ def build_dspark_decoder(config: EngineConfig, target: LoadedModel, num_rows: in
         assert spec.num_speculative_tokens is not None, "checked when the config was made"
         low, high = spec.prompt_lookup
         return LookupDecoder(spec.num_speculative_tokens, max_len, min_ngram=low, max_ngram=high)
-    path = resolve_model(spec.model) if spec.model is not None else shipped_head("dspark", target)
+    path = shipped_head("dspark", target) if spec.model is None else resolve_model(spec.model, what=SPEC_MODEL)
     try:
         draft, weights = read_draft(path)
         draft.check_target(target.config)

@@ -8,9 +8,9 @@ from .config import ModelConfig, ModelConfigError
 from .decoder import CausalLM
 from .download import DownloadError
 from .gguf_tokenizer import UnsupportedTokenizerError
-from .loader import BUILTIN_CONFIGS, LoadedModel, load_model
+from .loader import LoadedModel, load_model
 from .registry import UnknownArchitectureError
-from .resolve import DEFAULT_MODEL, ModelNotFoundError, resolve_model, verify_cached
+from .resolve import BUILTIN_CONFIGS, DEFAULT_MODEL, ModelNotFoundError, resolve_model, verify_cached
 from .tokenizer import Tokenizer
 from .weights import weight_bytes
 

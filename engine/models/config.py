@@ -101,7 +101,7 @@ class ModelConfig:
                 num_hidden_layers=int(config["num_hidden_layers"]),
                 num_attention_heads=num_heads,
                 num_key_value_heads=int(config.get("num_key_value_heads") or num_heads),
-                head_dim=int(config.get("head_dim") or spec.default_head_dim or hidden_size // num_heads),
+                head_dim=int(config.get("head_dim") or spec.default_head_dim or _share(hidden_size, num_heads)),
                 max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
                 rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 rope_theta=rope_theta,
@@ -152,7 +152,7 @@ class ModelConfig:
             num_hidden_layers=int(field("block_count")),
             num_attention_heads=num_heads,
             num_key_value_heads=int(field("attention.head_count_kv", num_heads)),
-            head_dim=int(field("attention.key_length", hidden_size // num_heads)),
+            head_dim=int(field("attention.key_length", _share(hidden_size, num_heads))),
             max_position_embeddings=int(field("context_length")),
             rms_norm_eps=float(field("attention.layer_norm_rms_epsilon", 1e-6)),
             rope_theta=float(field("rope.freq_base", 10000.0)),
@@ -240,6 +240,11 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ModelConfigError(
             f"quantised safetensors ({method}) are not supported; use the unquantised checkpoint or a GGUF file"
         )
+
+
+def _share(hidden_size: int, num_heads: int) -> int:
+    """The usual head_dim. Heads that can't be are refused by the checks of every field."""
+    return hidden_size // max(num_heads, 1)
 
 
 def _first(value: Any) -> int | None:

@@ -13,14 +13,10 @@ from .config import ModelConfig
 from .decoder import CausalLM
 from .gguf_checkpoint import GgufCheckpoint
 from .packing import pack_weights
-from .resolve import resolve_model
+from .resolve import BUILTIN_CONFIGS, CONFIGS, resolve_model
 from .safetensors_checkpoint import read_config
 from .tokenizer import Tokenizer
 from .weights import check_shapes, init_dummy_weights, load_weights
-
-_CONFIGS = Path(__file__).parent / "configs"
-BUILTIN_CONFIGS = tuple(sorted(path.stem for path in _CONFIGS.glob("*.json")))
-"""Names that load_format="dummy" takes beside paths."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def _dummy_config(model: str | Path, progress: bool) -> tuple[ModelConfig, Path 
     path = Path(model)
     if not path.exists():
         if str(model) in BUILTIN_CONFIGS:
-            return ModelConfig.from_hf(json.loads((_CONFIGS / f"{model}.json").read_text(encoding="utf-8"))), None
+            return ModelConfig.from_hf(json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))), None
         path = resolve_model(model, progress=progress)
     if (path / "config.json").is_file():
         return read_config(path), path
@@ -99,7 +95,7 @@ def _dummy_config(model: str | Path, progress: bool) -> tuple[ModelConfig, Path 
 
 def _tokenizer(tokenizer: str | None, source: Path | None, load_format: str, progress: bool) -> Tokenizer | None:
     if tokenizer is not None:
-        source = resolve_model(tokenizer, progress=progress)
+        source = resolve_model(tokenizer, progress=progress, what="tokenizer")
     if source is None:
         return None
     if (source / "tokenizer.json").is_file():

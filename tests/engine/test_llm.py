@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import LLM, CompletionOutput, EngineConfig, Logprob, RequestOutput, SamplingParams
@@ -94,6 +97,103 @@ def test_one_prompt_or_many_in_their_order(llm: LLM) -> None:
     assert tokens_of(many) == [reference(p, greedy(n)) for p, n in zip(PROMPTS, (9, 2, 5), strict=True)]
     assert [output.prompt_token_ids for output in many] == [tuple(prompt) for prompt in PROMPTS]
     assert len({output.request_id for output in [*one, *many]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        (None, TypeError, "prompts must be a string"),
+        ([5], TypeError, "a prompt is a string or .* got int"),
+        ([[1, 2]], TypeError, "got list"),
+        ({}, ValueError, r"got the keys \[\]"),
+        ({"prompt": None}, ValueError, "got the keys"),
+        ({"prompt": 5}, TypeError, "text must be a string, got int"),
+        ({"prompt": "x", "promt_token_ids": [1]}, ValueError, "nothing else, got the keys .*'promt_token_ids'"),
+        ({"prompt_token_ids": "12"}, TypeError, "must be a list of token ids, got str"),
+        ({"prompt_token_ids": [1, True]}, ValueError, r"prompt_token_ids\[1\] = True: must be a token id"),
+        ({"prompt_token_ids": [1, 2.0]}, ValueError, r"prompt_token_ids\[1\] = 2.0"),
+        ({"prompt_token_ids": [1, np.int64(-1)]}, ValueError, r"prompt_token_ids\[1\]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_told_so(llm: LLM, prompt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate(prompt, greedy(2), use_tqdm=False)
+    assert not llm.core.has_unfinished()
+
+
+def test_whole_numbers_of_numpy_are_token_ids(llm: LLM) -> None:
+    output = llm.generate({"prompt_token_ids": list(np.array(PROMPTS[0]))}, greedy(5), use_tqdm=False)
+    assert tokens_of(output) == [reference(PROMPTS[0], greedy(5))]
+    assert {type(token) for token in output[0].prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        *[({"priority": value}, "priority=") for value in ("high", 1.5, None, True, 2**63)],
+        *[({"request_id": value}, "request_id=") for value in ("", 5)],
+    ],
+    ids=str,
+)
+def test_a_request_that_could_never_be_scheduled_is_not_queued(
+    llm: LLM, keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.add(ids(*PROMPTS[0]), greedy(2), **keywords)
+    assert tokens_of(llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)) == [reference(PROMPTS[0], greedy(5))]
+
+
+def test_one_id_may_be_aborted_without_a_list(llm: LLM) -> None:
+    llm.add(ids(*PROMPTS[0]), greedy(9), request_id="gone")
+    llm.abort("gone")
+    assert not llm.core.has_unfinished()
+
+
+def test_another_thread_is_refused_while_one_generates(llm: LLM) -> None:
+    """Between two steps of the first: whatever the second one would take or end is the first one's."""
+    errors: list[BaseException] = []
+
+    def elsewhere(use: Callable[[], Any]) -> None:
+        try:
+            use()
+        except RuntimeError as error:
+            errors.append(error)
+
+    step, uses = (
+        llm.core.step,
+        (llm.step, lambda: llm.add(ids(1)), lambda: llm.abort("0"), lambda: llm.generate(ids(1))),
+    )
+
+    def watched_step() -> list[RequestOutput]:
+        for use in uses if not errors else ():
+            other = threading.Thread(target=elsewhere, args=(use,))
+            other.start()
+            other.join(20)
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.core, "step", watched_step)
+        output = llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)
+    assert tokens_of(output) == [reference(PROMPTS[0], greedy(5))]
+    assert len(errors) == 4 and all("another thread is using this LLM" in str(error) for error in errors)
+    done: list[Any] = []
+    later = threading.Thread(target=lambda: done.extend(llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)))
+    later.start()
+    later.join(20)
+    assert tokens_of(done) == tokens_of(output)
+
+
+def test_an_engine_says_which_it_is(llm: LLM) -> None:
+    runner = llm.core.runner.name.upper()
+    assert repr(llm) == f"<LLM {llm.loaded.name}, {runner} on cpu>"
+
+
+def test_an_engine_ends_with_its_with_block() -> None:
+    with make_llm() as llm:
+        assert len(tokens_of(llm.generate(ids(1, 2, 3), greedy(2), use_tqdm=False))[0]) == 2
+    with pytest.raises(RuntimeError, match="this engine was closed"):
+        llm.generate(ids(1, 2, 3), greedy(2), use_tqdm=False)
 
 
 def test_a_result_has_vllms_fields(llm: LLM) -> None:
@@ -197,6 +297,9 @@ def test_chat_refuses_nothing_to_say(llm: LLM) -> None:
             llm.chat(empty, greedy(2), use_tqdm=False)
     with pytest.raises(ValueError, match="role"):
         llm.chat([{"content": "x"}], greedy(2), use_tqdm=False)
+    for odd in ("hi", CHAT[0], None):
+        with pytest.raises(TypeError, match="chat takes a list"):
+            llm.chat(odd, greedy(2))  # type: ignore[arg-type]
 
 
 # -- step by step ----------------------------------------------------------------------------------------------------

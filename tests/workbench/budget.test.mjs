@@ -33,6 +33,14 @@ test("a load's mark stands at its mean, between its least and its most", () => {
   });
 });
 
+test("the ends of the axes say how far they go, and of what", () => {
+  const { root } = render(budget, small);
+  for (const name of ["shares", "costs"]) {
+    const [across, upwards] = small.panels[0][name].ends;
+    assert.deepEqual(texts(root.querySelector(`.rs-${name}`).querySelectorAll("text")), ["0", upwards, "0", across]);
+  }
+});
+
 test("costs are curves, chosen sizes dots, the newest is filled", () => {
   const { root, model } = render(budget, small);
   const { curves, chosen } = small.panels[0].costs;

@@ -108,6 +108,8 @@ def test_the_static_twin_has_every_word_and_mark_of_the_model() -> None:
     for text in (shown["title"], shown["say"], *cells):
         assert text in words
     shares, costs = pictures(page)
+    for chart, model in ((shares, shown["shares"]), (costs, shown["costs"])):
+        assert re.findall(r"<text[^>]*>([^<]+)</text>", chart) == ["0", model["ends"][1], "0", model["ends"][0]]
     assert shares.count("<circle") == len(shown["shares"]["points"])
     assert costs.count("<circle") == len(shown["costs"]["chosen"])
     assert costs.count("<polyline") == len(shown["costs"]["curves"])

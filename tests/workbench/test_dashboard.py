@@ -83,7 +83,7 @@ def test_the_form_begins_anew(dash: Dashboard) -> None:
         ({"block_size": "0"}, "ConfigError: block_size=0: must be a whole number of at least 1"),
         ({"block_size": "4.5"}, "block_size='4.5': must be a whole number"),
         ({"temperature": "hot"}, "temperature='hot': must be a number"),
-        ({"temperature": "nan"}, "temperature=nan: must be a finite number"),
+        ({"temperature": "nan"}, "temperature=nan: must be a finite float32 number"),
         ({"temperature": ""}, "temperature, top_p and max_tokens need a number"),
         ({"top_p": "7"}, "top_p=7.0: must be above 0 and at most 1"),
         ({"num_gpu_blocks_override": "1"}, "block 0 is the null block"),

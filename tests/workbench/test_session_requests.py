@@ -66,7 +66,10 @@ def test_a_request_that_can_never_run_is_refused_before_anything_has_run() -> No
 @pytest.mark.parametrize(
     ("prompts", "error"),
     [
+        (3, "prompts are int: give a text, a dict, or a list of either"),
+        (None, "prompts are NoneType"),
         ([3], "prompt A is int: give a text, or a dict"),
+        ([prompt(1, 2, sampling_params={"n": 1})], "sampling_params must be a SamplingParams, got dict"),
         ([[1, 2]], 'prompt A is a list of ids: write it as {"prompt_token_ids"'),
         ([{"promt": "x"}], "unknown key 'promt', did you mean 'prompt'"),
         ([{"prompt": "x", "prompt_token_ids": [1]}], "give either 'prompt'"),
@@ -81,6 +84,11 @@ def test_bad_prompts_are_named(prompts: object, error: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         parse_prompts(prompts, None)
     assert error in str(caught.value)
+
+
+def test_a_bad_request_is_refused_before_its_step_comes() -> None:
+    with pytest.raises(ValueError, match="priority='high'"):
+        tiny_session([prompt(1, 2, arrive_at_step=3, priority="high")])
 
 
 def test_priority_and_own_sampling_reach_the_engine() -> None:

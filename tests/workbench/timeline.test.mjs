@@ -133,6 +133,31 @@ test("pointing at a bar brings out its step in both runners", () => {
   for (const rect of bars(root)) assert.equal(loud(rect), rect.getAttribute("data-step") === String(small.step));
 });
 
+test("only the label of a bar in its full colour has an ink of its own", () => {
+  const { root } = render(view, small);
+  const said = new Map(bars(root).map((rect) => [rect, rect.nextElementSibling ?? rect.parentNode.children[rect.parentNode.children.indexOf(rect) + 1]]));
+  let seen = 0;
+  for (const [rect, label] of said) {
+    if (!label?.classList.contains("rs-label") || label.classList.contains("rs-quiet")) continue;
+    assert.equal(label.classList.contains("rs-on-mixed"), rect.classList.contains("rs-pale"));
+    seen += 1;
+  }
+  assert.ok(seen > 1);
+});
+
+test("no label of the axis leaves the picture", () => {
+  const { root } = render(view, { ...small, view: [0, 10141.5], extent: [0, 10141.5] });
+  const holder = root.querySelector(".rs-holder");
+  for (holder.clientWidth = 300; holder.clientWidth < 1500; holder.clientWidth += 3) {
+    observers.at(-1).callback();
+    for (const node of root.querySelectorAll("text").filter((n) => /^[\d.]+ ms$/.test(n.textContent))) {
+      const half = node.getAttribute("text-anchor") === "middle" ? node.textContent.length * 3.1 : 0;
+      const right = Number(node.getAttribute("x")) + half;
+      assert.ok(right <= holder.clientWidth, `${node.textContent} ends at ${right} of ${holder.clientWidth}`);
+    }
+  }
+});
+
 test("it follows the width of the page", () => {
   const { root } = render(view, small);
   const holder = root.querySelector(".rs-holder");

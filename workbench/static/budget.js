@@ -28,10 +28,10 @@ function chart(name, marks, [across, upwards]) {
     svg("svg", { class: `rs-${name}`, viewBox: `${-LEFT} ${-TOP} ${width} ${height}`, width, height, role: "img", "aria-label": LEGENDS[name] },
       svg("path", { class: "rs-axes", d: `M0 0V${HIGH}H${WIDE}` }), marks,
       label("0", -6, HIGH + 4, "end"), label(upwards, -6, 4, "end"),
-      label("0", 0, HIGH + 15, "middle"), label(across, WIDE, HIGH + 15, "middle")));
+      label("0", 0, HIGH + 15, "middle"), label(across, WIDE + RIGHT, HIGH + 15, "end")));
 }
 
-function shares({ points, most, max }) {
+function shares({ points, most, max, ends }) {
   const marks = points.map(([load, mean, least, largest, steps]) => {
     const x = along(load, max);
     return [
@@ -40,16 +40,16 @@ function shares({ points, most, max }) {
         title(`${load} requests: ${mean.toFixed(2)} drafts of a request, ${least.toFixed(2)} to ${largest.toFixed(2)}; ${steps} steps`)),
     ];
   });
-  return chart("shares", [svg("line", { class: "rs-all", x1: 0, y1: 0, x2: WIDE, y2: 0 }), marks], [String(max), String(most)]);
+  return chart("shares", [svg("line", { class: "rs-all", x1: 0, y1: 0, x2: WIDE, y2: 0 }), marks], ends);
 }
 
-function costs({ curves, chosen, max: [widest, highest] }) {
+function costs({ curves, chosen, max: [widest, highest], ends }) {
   const lines = curves.map(([size, points]) =>
     svg("polyline", { points: points.map(([x, y]) => `${along(x, widest)},${up(y, highest)}`).join(" ") }, title(`measured with ${size} requests`)));
   const dots = chosen.map(([tokens, ms, steps], i) =>
     svg("circle", { class: i === chosen.length - 1 ? "rs-newest" : null, cx: along(tokens, widest), cy: up(ms, highest), r: 4 },
       title(`${tokens} tokens: ${ms.toFixed(2)} ms, chosen in ${steps} steps`)));
-  return chart("costs", [lines, dots], [String(widest), `${highest.toFixed(1)} ms`]);
+  return chart("costs", [lines, dots], ends);
 }
 
 function panel(one) {

@@ -4,6 +4,7 @@ import { el, heading, make, patch, svg, title } from "./dom.js";
 
 const LEFT = 62;
 const RIGHT = 10;
+const EDGE = 32; // half of the longest label of the axis
 const LANE = 21;
 const HEAD = 34;
 const GROUP = HEAD + 3 * LANE + 12;
@@ -58,7 +59,8 @@ export function draw(model, view, width, hatch, marked = null) {
   const height = GROUP * model.runners.length + 18;
   const shapes = ticks(view, width).map((ms) => [
     svg("line", { x1: x(ms), x2: x(ms), y1: HEAD, y2: height - 16, class: "rs-line" }),
-    text(x(ms), height - 3, `${ms} ms`, { "text-anchor": "middle" }),
+    // Half of a label in the middle of the last line would lie outside the picture.
+    text(x(ms), height - 3, `${ms} ms`, { "text-anchor": x(ms) > width - EDGE ? "end" : "middle" }),
   ]);
   model.runners.forEach((runner, i) => shapes.push(lanes(model, runner, i * GROUP, view, width, x, hatch, marked)));
   const label = `Timeline, ${model.note}. ${model.runners.map((runner) => `${runner.title}: ${runner.summary}`).join(". ")}`;
@@ -126,11 +128,12 @@ function bar({ x, width, bar: [lane, name, begin, length, step, kind, depth] }, 
   const what = WHAT[kind] ?? model.lanes[lane];
   const label = kind === "around" ? "" : fitting(kind === "wait" && width > 60 ? `wait: ${name}` : name, width);
   const when = `${length.toFixed(3)} ms, from ${begin.toFixed(3)} to ${(begin + length).toFixed(3)}`;
-  const look = `rs-label ${kind === "fetch" ? "rs-quiet" : "rs-on-color"}`;
+  const faint = String(step) === (marked ?? String(model.step)) ? "" : marked ? " rs-dim" : " rs-pale";
+  const look = `rs-label ${kind === "fetch" ? "rs-quiet" : faint ? "rs-on-mixed" : "rs-on-color"}`;
   return [
     svg("rect", {
       "data-step": step, x, y: y + 1 + inset, width: Math.max(width - 0.6, 0.8), height, rx: 2,
-      class: `rs-${kind in WHAT ? kind : model.lanes[lane]}${String(step) === (marked ?? String(model.step)) ? "" : marked ? " rs-dim" : " rs-pale"}`,
+      class: `rs-${kind in WHAT ? kind : model.lanes[lane]}${faint}`,
     }, title(`${runner}, step ${step}: ${name}\n${what}\n${when}`)),
     label ? text(x + width / 2, y + LANE / 2 + 2, label, { "text-anchor": "middle", "font-size": 10, class: look }) : null,
   ];

@@ -126,13 +126,20 @@ def _means(settled: Sequence[Budgeted]) -> tuple[float | None, float | None]:
 
 
 def _shares(by_load: Mapping[int, Sequence[Budgeted]]) -> dict[str, Any]:
-    """`points`: of each load the mean, the least and the most drafts of a request that were verified, and the steps."""
+    """`points`: of each load the mean, the least and the most drafts of a request that were verified, and the steps.
+    `ends`: what stands at the ends of the axes."""
     points = []
     for load, own in by_load.items():
         each = [one.verified / load for one in own]
         points.append([load, round(fmean(each), 3), round(min(each), 3), round(max(each), 3), len(own)])
     most = max(one.event.num_drafts // one.event.num_reqs for own in by_load.values() for one in own)
-    return {"points": points, "most": most, "max": max(by_load)}
+    widest = max(by_load)
+    return {
+        "points": points,
+        "most": most,
+        "max": widest,
+        "ends": [_counted(widest, "request"), _counted(most, "draft")],
+    }
 
 
 def step_costs(speculation: Mapping[str, Any]) -> dict[int, CostTable]:
@@ -155,11 +162,17 @@ def _costs(found: Sequence[Budgeted], costs: Mapping[int, CostTable]) -> dict[st
         at = tokens, round(step_costs_of(costs, one.event.num_reqs)(tokens) / 1e3, 3)
         steps[at] = steps.pop(at, 0) + 1
     places = [place for _, points in curves for place in points] + [[*at] for at in steps]
+    widest, highest = max(x for x, _ in places), max(y for _, y in places)
     return {
         "curves": curves,
         "chosen": [[*at, number] for at, number in steps.items()],
-        "max": [max(x for x, _ in places), max(y for _, y in places)],
+        "max": [widest, highest],
+        "ends": [_counted(widest, "token"), f"{highest:.1f} ms" if highest < 100 else f"{highest:.0f} ms"],
     }
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _curve(table: CostTable) -> list[list[float]]:

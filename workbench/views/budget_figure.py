@@ -55,7 +55,7 @@ def _shares(shares: Mapping[str, Any]) -> Markup:
         y, low, high = (round(HIGH * (1 - value / most), 1) for value in (mean, least, largest))
         marks.append(h("line", x1=x, y1=low, x2=x, y2=high, stroke="#56B4E9", stroke_width=3))
         marks.append(h("circle", cx=x, cy=y, r=4, fill="#0072B2"))
-    return _chart("shares", marks, [str(widest), f"{most}"])
+    return _chart("shares", marks, shares["ends"])
 
 
 def _costs(costs: Mapping[str, Any]) -> Markup:
@@ -68,17 +68,17 @@ def _costs(costs: Mapping[str, Any]) -> Markup:
         newest = i == len(costs["chosen"]) - 1
         x, y = round(WIDE * tokens / widest, 1), round(HIGH * (1 - ms / highest), 1)
         marks.append(h("circle", cx=x, cy=y, r=4, fill="#D55E00" if newest else "#fff", stroke="#D55E00"))
-    return _chart("costs", marks, [str(widest), f"{highest:.1f} ms"])
+    return _chart("costs", marks, costs["ends"])
 
 
-def _chart(name: str, marks: list[Markup], largest: list[str]) -> Markup:
+def _chart(name: str, marks: list[Markup], ends: list[str]) -> Markup:
     """Marks over axes from 0 to what is written at their ends."""
     width, height = LEFT + WIDE + RIGHT, TOP + HIGH + FOOT
     labels = [
         _label("0", -6, HIGH + 4, "end"),
-        _label(largest[1], -6, 4, "end"),
+        _label(ends[1], -6, 4, "end"),
         _label("0", 0, HIGH + 15, "middle"),
-        _label(largest[0], WIDE, HIGH + 15, "middle"),
+        _label(ends[0], WIDE + RIGHT, HIGH + 15, "end"),
     ]
     axes = h("path", d=f"M0 0V{HIGH}H{WIDE}", fill="none", stroke="#8c959f")
     plot = picture(LEGENDS[name], width, height, axes, marks, labels, x=LEFT, y=TOP)

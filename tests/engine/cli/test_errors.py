@@ -8,8 +8,18 @@ import sys
 
 import pytest
 
+import runnerscope
 from engine.config import EngineConfig
 from tests.engine.cli.command import ROOT, run
+
+_NO_COUNT = (
+    ("train", "--out", "x", "--save-every", "0"),
+    ("train", "--out", "x", "--num-sequences", "0"),
+    ("train", "--out", "x", "--max-tokens", "many"),
+    ("calibrate", "x", "--rounds", "0"),
+    ("eval", "--k", "0"),
+    ("eval", "--num-sequences", "-1"),
+)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +43,31 @@ from tests.engine.cli.command import ROOT, run
         (["generate", "x", "--blok-size", "4"], "did you mean '--block-size'"),
         (["step", "x", "--max-num", "4"], "unknown argument '--max-num'"),
         (["lab", "no-such-notebook.ipynb"], "no-such-notebook.ipynb"),
+        (["lab", __file__], "is no notebook; give an .ipynb file, or a folder"),
+        (["lab", "--port", "99999"], "'99999': must be a port"),
+        (
+            ["generate", "two", "words"],
+            "unknown argument 'words': too many words; put a text of several words in quotes",
+        ),
+        (
+            ["dspark", "train", "--out", "x", "--stepz", "3"],
+            "train: unknown argument '--stepz', did you mean '--steps'",
+        ),
+        (["dspark", "train", "--out", "x", "--steps", "3", "--minutes", "1"], "--steps and --minutes"),
+        (["dspark", "train", "--out", __file__], f"--out {__file__}: is a file"),
+        *((["dspark", *argv], f"{argv[-1]!r}: must be a whole number of at least 1") for argv in _NO_COUNT),
+        (["dspark", "train", "--out", "x", "--cache-gib", "nan"], "'nan': must be a number of at least 0"),
+        (["bench", "--sampling", "--workload", "A"], "beside the model, not --workload; drop it"),
+        (["generate", "x", "--model", ""], "model='': must be a string that is not empty"),
+        (
+            ["generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--tokenizer", "/no/such"],
+            "tokenizer '/no/such': no such file",
+        ),
+        (["generate", "x", "--model", "tiny-llama"], "'tiny-llama': a built-in config, which has no weights"),
+        (["generate", "x", "--model", "tiny-llama", "--load-format", "dummy"], "tiny-llama comes without one"),
+        (["generate", "x", "--skip-tokenizer-init"], "leave --skip-tokenizer-init out"),
+        (["generate", "x", "--num-gpu-blocks-override", "99999999999"], "GiB, which this machine hasn't"),
+        (["generate", "x", "--num-gpu-blocks-override", "9" * 18], "GiB, which this machine hasn't"),
     ],
 )
 def test_a_users_error_is_one_line_and_exit_code_2(
@@ -45,6 +80,12 @@ def test_a_users_error_is_one_line_and_exit_code_2(
     assert says in err
     assert len(err.splitlines()) == 1, err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("argv", [["--traceback", "generate", "x"], ["generate", "x", "--traceback"]], ids=str)
+def test_a_traceback_may_be_asked_for_before_and_behind_the_command(argv: list[str]) -> None:
+    with pytest.raises(ValueError, match="block_size=0"):
+        runnerscope.main([*argv, "--block-size", "0"])
 
 
 def test_an_error_cannot_carry_escape_sequences(capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,7 +209,8 @@ def test_a_draft_and_a_head_on_the_same_answers(
 
 
 def test_minutes_end_with_a_finished_head(tmp_path: Path, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--out", str(tmp_path), *TRAIN, *SHAPE, *model]
+    steps = TRAIN.index("--steps")
+    options = ["--out", str(tmp_path), *TRAIN[:steps], *TRAIN[steps + 2 :], *SHAPE, *model]
     code, text, error = call(capsys, "train", *options, "--minutes", "0.05")
     assert code == 0, error
     seconds = float(text.split(" steps, ")[1].split(" s:")[0])
@@ -234,7 +235,7 @@ def test_what_is_refused(tmp_path: Path, model: list[str], capsys: pytest.Captur
     for argv, message in (
         (["eval", draft, *model], "made for another target: vocab_size is 256, the target's is 384"),
         (["eval", str(tmp_path), *model], "config.json: cannot be read"),
-        (["eval", "--prompts", str(tmp_path / "none"), *model], "no such file"),
+        (["eval", "--prompts", str(tmp_path / "none"), *model], "cannot be read (No such file"),
         (["train", "--out", str(tmp_path / "x"), "--target-layer-ids", "5", *model], "possible are -1"),
         (["train", "--out", str(tmp_path / "x"), "--steps", "0", *model], "steps must be at least 1"),
         (["train", *model], "--out"),

@@ -46,8 +46,11 @@ def test_prompt_files(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_prompts(path)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="none: cannot be read .No such file or directory.$"):
         read_prompts(tmp_path / "none")
+    # A line ends where JSON Lines says, and not at every character that Unicode ends one at.
+    path.write_text(json.dumps({"turns": ["a\u2028b\x85c"]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(path) == [["a\u2028b\x85c"]]
 
 
 def test_the_target_makes_up_its_prompts(tmp_path: Path) -> None:

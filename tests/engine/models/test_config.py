@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 import engine.models.loader
 from engine.attention import allocate_kv_cache
-from engine.models import BUILTIN_CONFIGS, ModelConfig, ModelNotFoundError, load_model, weight_bytes
+from engine.models import BUILTIN_CONFIGS, ModelConfig, ModelConfigError, ModelNotFoundError, load_model, weight_bytes
 from engine.models.weights import weight_views
 from tests.engine.attention.batches import make_batch
 
@@ -26,8 +26,13 @@ def builtin(name: str) -> ModelConfig:
 
 def test_the_names() -> None:
     assert set(BUILTIN_CONFIGS) == {*TINY, "qwen3-0.6b"}
-    with pytest.raises(ModelNotFoundError, match="load_format='dummy' a built-in config"):
+    with pytest.raises(ModelNotFoundError, match="load_format='dummy' a built-in config: qwen3-0.6b, tiny-llama"):
         load_model("tiny-lama", dtype=torch.float32, device=CPU, load_format="dummy")
+
+
+def test_a_number_of_heads_that_cannot_be() -> None:
+    with pytest.raises(ModelConfigError, match="num_attention_heads must be a positive integer, got 0"):
+        ModelConfig.from_hf({**builtin("tiny-llama").to_hf(), "num_attention_heads": 0, "head_dim": None})
 
 
 @pytest.mark.parametrize("name", BUILTIN_CONFIGS)

@@ -65,6 +65,8 @@ def test_mtp(tmp_path: Path) -> None:
     write_mtp(tmp_path, config, init_weights(config, 0), torch.float32)
     decoder = build({"method": "mtp", "model": str(tmp_path)})
     assert isinstance(decoder, MtpDecoder) and decoder.num_drafts == 1 and not decoder.on_host
+    with pytest.raises(ModelNotFoundError, match="speculative_config model '/no/head': no such file"):
+        build({"method": "mtp", "model": "/no/head"})
     with pytest.raises(ConfigError, match="'mtp': no head is known for 'tiny-llama'; give model="):
         build({"method": "mtp"})
     other = dataclasses.replace(config, vocab_size=100)
