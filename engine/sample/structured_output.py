@@ -45,6 +45,8 @@ class StructuredOutputRequest:
         self._compiled = compiled
         self._stop_ids = sorted(stop_ids)
         self._matcher: xgrammar.GrammarMatcher | None = None
+        self.never_allowed: frozenset[int] = frozenset()
+        """Special tokens that end nothing, known with the matcher, which complains on stderr when it refuses one."""
         self.error: str | None = None
         """Why the output can't be held to the grammar any longer."""
 
@@ -75,7 +77,7 @@ class StructuredOutputRequest:
         matcher = self.live_matcher()
         if matcher is None:
             return 0
-        count = _walk(matcher, draft_token_ids)
+        count = _walk(matcher, self.never_allowed, draft_token_ids)
         matcher.rollback(count)
         return count
 
@@ -89,7 +91,9 @@ class StructuredOutputRequest:
             import xgrammar
 
             try:
-                self._matcher = xgrammar.GrammarMatcher(self._compiled.result(), override_stop_tokens=self._stop_ids)
+                compiled = self._compiled.result()
+                self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids)
+                self.never_allowed = frozenset(compiled.tokenizer_info.special_token_ids) - {*self._stop_ids}
             except Exception as error:  # noqa: BLE001 - compilation failed, for whatever reason: the request ends with it
                 self.error = f"the grammar can't be compiled: {_reason(error)}"
         return self._matcher if self.error is None else None
@@ -168,9 +172,11 @@ class StructuredOutputManager:
         row, num_allowed = 0, []
         for request, own in zip(requests, drafts, strict=True):
             matcher = request.live_matcher()
-            num_allowed.append(0 if matcher is None else _walk(matcher, own, bitmask[row : row + len(own) + 1]))
+            count = 0
             if matcher is not None:
-                matcher.rollback(num_allowed[-1])
+                count = _walk(matcher, request.never_allowed, own, bitmask[row : row + len(own) + 1])
+                matcher.rollback(count)
+            num_allowed.append(count)
             row += len(own) + 1
         return bitmask, num_allowed
 
@@ -216,7 +222,12 @@ class StructuredOutputManager:
         return self._compilers[is_json].compile_grammar(parse_grammar(params))
 
 
-def _walk(matcher: xgrammar.GrammarMatcher, drafts: Sequence[int], bitmask: np.ndarray | None = None) -> int:
+def _walk(
+    matcher: xgrammar.GrammarMatcher,
+    never_allowed: frozenset[int],
+    drafts: Sequence[int],
+    bitmask: np.ndarray | None = None,
+) -> int:
     """Takes the matcher behind the drafts that the grammar allows, and returns how many those are: it is to be rolled
     back so far.
 
@@ -226,7 +237,7 @@ def _walk(matcher: xgrammar.GrammarMatcher, drafts: Sequence[int], bitmask: np.n
     for count, draft in enumerate(drafts):
         if bitmask is not None:
             matcher.fill_next_token_bitmask(bitmask, count)
-        if draft < 0 or not matcher.accept_token(draft):
+        if draft < 0 or draft in never_allowed or not matcher.accept_token(draft):
             return count
         if matcher.is_terminated():
             return count + 1

@@ -113,3 +113,16 @@ def test_what_accepts_whatever_the_target_says_keeps_no_grammar(loaded: LoadedMo
         with pytest.raises(ValueError, match="'synthetic', which accepts drafts.*use 'standard' or 'block'"):
             llm.generate("a", held(regex="ab"), use_tqdm=False)
         assert not llm.core.has_unfinished()
+
+
+@sides
+def test_a_special_token_among_drafts_is_refused_without_a_word(
+    runner: str, loop: str, loaded: LoadedModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A chat's prompt is full of them; xgrammar writes a line on stderr for each that it has to refuse."""
+    prompt = [*text("abc"), 0, *text("x")] * 4
+    with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(5)) as llm:
+        params = held(regex="(abc[0-9]){4}", temperature=0)
+        (output,) = llm.generate(ids(*prompt), params, use_tqdm=False)
+    assert re.fullmatch(r"(abc\d){4}", output.outputs[0].text) and output.metrics.num_accepted_tokens >= 4
+    assert capfd.readouterr().err == ""
