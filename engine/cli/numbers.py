@@ -6,34 +6,27 @@ import argparse
 import math
 
 
+def _read(text: str, kind: type[int] | type[float], least: float, below: float, must_be: str) -> float:
+    """`kind(text)` from `least` to what is below `below`; else an error that says what it must be."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < below:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {must_be}")
+    return value
+
+
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return value
+    return int(_read(text, int, 1, math.inf, "a whole number of at least 1"))
 
 
 def not_negative(text: str) -> float:
     """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of at least 0")
-    return value
+    return _read(text, float, 0, math.inf, "a number of at least 0")
 
 
 def port(text: str) -> int:
     """A TCP port; 0 is any free one."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a port, 1 to 65535, or 0 for any free one")
-    return value
+    return int(_read(text, int, 0, 2**16, "a port, 1 to 65535, or 0 for any free one"))

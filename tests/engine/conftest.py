@@ -1,6 +1,10 @@
-"""The model that most tests of text and grammars are run with, and what makes interpreted attention bearable."""
+"""The model that most tests of text and grammars are run with, what makes interpreted attention bearable, and a
+Ctrl-C that is Python's."""
 
 from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,3 +23,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32 interpreted programs a context, nearly all would find nothing to read in contexts this short."""
     monkeypatch.setattr(paged_attention, "_MAX_SPLITS", 4)
+
+
+@pytest.fixture
+def python_sigint() -> Iterator[None]:
+    """A SIGINT raises KeyboardInterrupt, whatever started these tests."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)

@@ -52,7 +52,11 @@ BAD_PROMPTS = {
     "None for an id": (ids(5, None), ValueError, r"prompt_token_ids\[1\] = None"),
     "ids in a string": ({"prompt_token_ids": "12"}, TypeError, "must be a list of token ids, got str"),
     "one number": ({"prompt_token_ids": 12}, TypeError, "must be a list of token ids, got int"),
-    "no known key": ({"text": "hello"}, ValueError, "has 'prompt' or 'prompt_token_ids' and nothing else, got the keys.*text"),
+    "no known key": (
+        {"text": "hello"},
+        ValueError,
+        "has 'prompt' or 'prompt_token_ids' and nothing else, got the keys.*text",
+    ),
     "no prompt at all": (None, TypeError, "prompts must be"),
     "a number": (17, TypeError, "prompts must be"),
     "a list of numbers": ([17, 18], TypeError, "a prompt is a string or"),

@@ -27,15 +27,9 @@ from tests.engine.engine_helpers import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.usefixtures("python_sigint")
 PROMPTS = [prompt_of(6, 1), prompt_of(11, 2), prompt_of(17, 3)]
 SIGNALS = pytest.mark.skipif(os.name != "posix", reason="sends itself a POSIX signal")
-
-
-@pytest.fixture(autouse=True)
-def _python_handler() -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.engine.late_device import device_timing
 from tests.engine.random_cases import Case, alone, install_right_drafts, random_case, target
 from tests.engine.replays import repeat_instead_of_capture
 
-pytestmark = pytest.mark.slow  # many traces
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("python_sigint")]  # many traces
 
 SEEDS = (*range(16), 18, 54, 62, 149, 378)
 """The last ones preempt, or met a fault that others don't."""
@@ -29,13 +29,6 @@ SEEDS = (*range(16), 18, 54, 62, 149, 378)
 
 class DeviceOnFire(Exception):
     pass
-
-
-@pytest.fixture(autouse=True)
-def _python_handler() -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
 
 
 @contextmanager
