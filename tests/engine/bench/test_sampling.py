@@ -37,7 +37,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     for wrong, why in (
         (["--input-len", "1"], "a prompt of 2 tokens"),
         (["--observe"], "--observe"),
-        (["--peer", "vllm"], "vllm"),
+        (["--peer", "vllm"], "not --peer; drop it"),
         ([], "needs a CUDA device"),
     ):
         assert main([*command, *wrong]) == 2
