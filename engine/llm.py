@@ -184,8 +184,8 @@ class LLM:
     ) -> str:
         """Queues one request for the next `step()` and returns its id. With `final_only` a step returns its output
         when it is finished, and nothing before. Raises ValueError, with nothing queued, if it can't run."""
-        parent, requests = self._maker.make(prompt, sampling_params, request_id, priority, final_only)
         with self._one_thread:
+            parent, requests = self._maker.make(prompt, sampling_params, request_id, priority, final_only)
             self.core.add_request(parent, requests)
         return parent.request_id
 
@@ -193,8 +193,9 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str, priority: int = 0
     ) -> None:
         """Raises what `add` would raise, and queues nothing."""
-        _, requests = self._maker.make(prompt, sampling_params, request_id, priority)
-        self.core.check_requests(requests)
+        with self._one_thread:
+            _, requests = self._maker.make(prompt, sampling_params, request_id, priority)
+            self.core.check_requests(requests)
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the outputs that arrived in it, behind the last one of each request of `add` that a call of

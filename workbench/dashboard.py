@@ -9,8 +9,9 @@ import ipywidgets
 
 from engine import SamplingParams
 
+from .engines import RUNNERS
 from .recording import StepRecord
-from .session import RUNNERS, Session
+from .session import Session
 from .settings import PROMPTS, SAMPLING, engine_defaults, from_form, to_form
 from .views.acceptance import AcceptanceView
 from .views.block_tables import BlockTablesView

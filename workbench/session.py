@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from engine import LLM, ConfigError, SamplingParams
+from engine import LLM, SamplingParams
 from engine.hooks import Event
 
 from .conditions import parse_condition
+from .engines import RUNNERS, expect, runner_names, start_logs
 from .prompts import SessionRequest, parse_prompts
 from .provenance import describe
 from .recording import COLORS, Recording, RunnerStep, StepRecord
 from .runner_log import RunnerLog
 
-RUNNERS: tuple[Literal["v1"], Literal["v2"]] = ("v1", "v2")
-WITH_MODEL = ("model", "tokenizer", "load_format")
-WEIGHTS = ("model", "tokenizer", "loaded", "dtype", "device", "load_format", "seed", "skip_tokenizer_init")
-"""The keywords that decide what is loaded; while they stay, `reset` keeps the weights."""
 MAX_STEPS = 10_000
 """Where `run` and `run_until` give up: an engine that goes on for so long is not making a text."""
 
@@ -58,11 +55,11 @@ class Session:
 
     def _start(self, given: dict[str, Any], keywords: dict[str, Any]) -> None:
         """Builds everything anew, and takes it over only when all of it is there."""
-        names = _runner_names(given["runners"])
+        names = runner_names(given["runners"])
         requests = parse_prompts(given["prompts"], given["sampling_params"], chat=given["chat"])
-        logs = self._build(names, keywords)
+        logs = start_logs(names, keywords, self._logs, self._keywords)
         try:
-            self._expect(logs, requests)
+            expect(logs, requests)
         except BaseException:
             for log in logs:
                 log.close()
@@ -77,42 +74,6 @@ class Session:
         self._names = 0
         self.recording = Recording(describe(logs[0].llm))
         self._introduce(requests)
-
-    def _build(self, names: tuple[Literal["v1", "v2"], ...], keywords: dict[str, Any]) -> list[RunnerLog]:
-        """Engines for these runners; they share one copy of the weights, the old engines' if that is the same."""
-        for key, instead in (
-            ("use_v2_model_runner", "runners='v1' or 'v2'"),
-            ("keep_finished", "nothing: it is always on"),
-        ):
-            if key in keywords:
-                raise ConfigError(f"{key} is the session's to choose; give {instead}")
-        loaded = keywords.get("loaded")
-        if self._logs and all(keywords.get(key) == self._keywords.get(key) for key in WEIGHTS):
-            loaded = self._logs[0].llm.loaded
-        logs: list[RunnerLog] = []
-        try:
-            for name in names:
-                own = {**keywords, "loaded": loaded, "use_v2_model_runner": name == "v2", "keep_finished": True}
-                if loaded is not None:
-                    own = {key: value for key, value in own.items() if key not in WITH_MODEL}
-                llm = LLM(**own)
-                loaded = llm.loaded
-                logs.append(RunnerLog(name, llm))
-        except BaseException:
-            for log in logs:
-                log.close()
-            raise
-        return logs
-
-    @staticmethod
-    def _expect(logs: list[RunnerLog], requests: list[SessionRequest]) -> None:
-        """Every request to every runner, or an error and none."""
-        for request in requests:
-            for log in logs:
-                log.check(request)
-        for request in requests:
-            for log in logs:
-                log.expect(request)
 
     def _introduce(self, requests: list[SessionRequest]) -> None:
         """Gives requests their labels and colours, the same everywhere."""
@@ -303,7 +264,7 @@ class Session:
         given = self._given["sampling_params"]
         params = sampling_params or (given if isinstance(given, SamplingParams) else None)
         requests = parse_prompts([prompt], params, self._names, self._given["chat"])
-        self._expect(self._logs, requests)
+        expect(self._logs, requests)
         self._introduce(requests)
         return requests[0].request_id
 
@@ -340,13 +301,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {'+'.join(self.runners)} step {self.cursor} of {self.num_steps}>"
-
-
-def _runner_names(runners: str | Iterable[str]) -> tuple[Literal["v1", "v2"], ...]:
-    asked = RUNNERS if runners == "both" else (runners,) if isinstance(runners, str) else tuple(runners)
-    if not asked or any(name not in RUNNERS for name in asked):
-        raise ValueError(f"runners={runners!r}: possible are 'v1', 'v2', 'both' and ('v1', 'v2')")
-    return tuple(name for name in RUNNERS if name in asked)
 
 
 def _whole(what: str, value: Any, least: int) -> None:

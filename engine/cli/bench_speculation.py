@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, keywords: dict[str, Any], runners: tuple[
     from engine.bench.speculation import run_speculation
     from engine.bench.speculation_plan import SpeculationPlan
     from engine.bench.speculation_report import to_dict
-    from engine.dspark.data import read_prompts
+    from engine.dspark.cli_data import check_prompt_files
 
     if not on_gpu and None in (arguments.concurrency, arguments.requests, arguments.max_tokens):
         raise UserError(
@@ -72,8 +72,7 @@ def run(arguments: argparse.Namespace, keywords: dict[str, Any], runners: tuple[
     temperature = arguments.temperature or 0.0
     if not 0.0 <= temperature < math.inf:
         raise UserError(f"--temperature {temperature}: a number from 0 on")
-    for file in arguments.prompts or ():
-        read_prompts(file)  # here, before engines are made
+    check_prompt_files(arguments)
     plan = SpeculationPlan(
         model=model,
         engine={k: v for k, v in keywords.items() if k not in _MODEL},

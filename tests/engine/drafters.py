@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models import LoadedModel
 from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
 from tests.engine.engine_helpers import LOOPS, prompt_of, tiny_model
 
@@ -36,17 +37,21 @@ def drawn(k: int) -> dict[str, Any]:
     return {"speculative_config": itself(k)["speculative_config"] | {"draft_sample_method": "probabilistic"}}
 
 
-@cache
-def _random_head() -> str:
-    config = mtp_config(tiny_model().config)
-    path = Path(tempfile.mkdtemp())
+def random_head(target: LoadedModel) -> str:
+    """The directory of an MTP head of random weights."""
+    config, path = mtp_config(target.config), Path(tempfile.mkdtemp())
     write_mtp(path, config, init_weights(config, 3), torch.float32)
     return str(path)
 
 
+@cache
+def _tiny_head() -> str:
+    return random_head(tiny_model())
+
+
 def one_head(k: int) -> dict[str, Any]:
     """One head more, of random weights, with its one draft."""
-    return {"speculative_config": {"method": "mtp", "model": _random_head()}}
+    return {"speculative_config": {"method": "mtp", "model": _tiny_head()}}
 
 
 def ruled(spec: dict[str, Any], method: str) -> dict[str, Any]:

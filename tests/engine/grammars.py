@@ -9,11 +9,12 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 from tokenizers import pre_tokenizers
 
-from engine import SamplingParams, StructuredOutputsParams
+from engine import LLM, SamplingParams, StructuredOutputsParams
 from engine.sample.structured_output import StructuredOutputManager, StructuredOutputRequest
-from tests.engine.engine_helpers import EOS
+from tests.engine.engine_helpers import EOS, replaced_model
 from tests.engine.random_schemas import fits, random_schema
 
 NO_STOPS: frozenset[int] = frozenset()
@@ -111,3 +112,19 @@ def count_samples(llm: Any) -> list[bool]:
 
     runner.sample_tokens = counted
     return steps
+
+
+def answer_behind_a_failed_step(llm: LLM, prompt: dict[str, list[int]], params: SamplingParams) -> tuple[str, str]:
+    """The text of an undisturbed answer, and of one in whose midst a step failed."""
+    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+    llm.add(prompt, params, request_id="a", final_only=True)
+    for _ in range(6):
+        llm.step()
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no logits today")
+
+    with replaced_model(llm, compute_logits=fail), pytest.raises(RuntimeError, match="no logits today"):
+        for _ in range(3):
+            llm.step()
+    return expected, next(output for _ in range(60) for output in llm.step()).outputs[0].text

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ import torch
 from engine import LLM, RequestOutput, SamplingParams
 from engine.models import LoadedModel, Tokenizer, load_model
 from engine.sample.logits_processors import LogitsProcessor, LogitsRows
-from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
+from tests.engine.drafters import random_head
 from tests.engine.dspark.golden import ROOT
 from tests.engine.engine_helpers import EOS, TraceRequest, ids, make_llm
 from tests.engine.tiny_text import letters
@@ -49,9 +47,7 @@ def target() -> LoadedModel:
 
 @cache
 def _mtp_head() -> str:
-    config, path = mtp_config(target().config), Path(tempfile.mkdtemp())
-    write_mtp(path, config, init_weights(config, 3), torch.float32)
-    return str(path)
+    return random_head(target())
 
 
 @cache

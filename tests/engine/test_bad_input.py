@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import LLM, ConfigError, SamplingParams
@@ -57,9 +59,19 @@ BAD_PROMPTS = {
         ValueError,
         "has 'prompt' or 'prompt_token_ids' and nothing else, got the keys.*text",
     ),
+    "no key": ({}, ValueError, r"got the keys \[\]"),
+    "no text": ({"prompt": None}, ValueError, "got the keys"),
+    "a number for a text": ({"prompt": 5}, TypeError, "text must be a string, got int"),
+    "a misspelt key beside a right one": (
+        {"prompt": "x", "promt_token_ids": [1]},
+        ValueError,
+        "nothing else, got the keys .*'promt_token_ids'",
+    ),
+    "a negative id of numpy": (ids(1, np.int64(-1)), ValueError, r"prompt_token_ids\[1\]"),
     "no prompt at all": (None, TypeError, "prompts must be"),
     "a number": (17, TypeError, "prompts must be"),
-    "a list of numbers": ([17, 18], TypeError, "a prompt is a string or"),
+    "a list of numbers": ([17, 18], TypeError, "a prompt is a string or .* got int"),
+    "a list of lists": ([[1, 2]], TypeError, "got list"),
     "text without a tokenizer": ("hello", ConfigError, "without a tokenizer"),
 }
 
@@ -69,7 +81,7 @@ def test_a_bad_prompt(name: str, llm: LLM) -> None:
     prompt, error, message = BAD_PROMPTS[name]
     with pytest.raises(error, match=message):
         llm.generate(prompt, greedy(4), use_tqdm=False)
-    if name not in ("no prompt at all", "a number", "a list of numbers"):
+    if name not in ("no prompt at all", "a number", "a list of numbers", "a list of lists"):
         with pytest.raises(error, match=message):
             next(llm.stream(prompt, greedy(4)))
         # All or nothing: the good prompts of the same call don't run either.
@@ -94,6 +106,21 @@ def test_prompts_and_params_must_pair_up(llm: LLM) -> None:
     with pytest.raises(TypeError, match="SamplingParams or a list of them, got int"):
         llm.generate([ids(*GOOD)], 3, use_tqdm=False)
     assert llm.generate([], greedy(2), use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        *[({"priority": value}, "priority=") for value in ("high", 1.5, None, True, 2**63)],
+        *[({"request_id": value}, "request_id=") for value in ("", 5)],
+    ],
+    ids=str,
+)
+def test_a_request_that_could_never_be_scheduled_is_not_queued(
+    llm: LLM, keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.add(ids(*GOOD), greedy(2), **keywords)
 
 
 def test_ids_in_use_are_refused(llm: LLM) -> None:

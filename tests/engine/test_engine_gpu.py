@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from engine.attention import allocate_kv_cache
 from engine.hooks import Event
 from engine.models import CausalLM, LoadedModel, load_model
 from engine.models.rope import RotaryEmbedding
-from engine.spec_decode.mtp_checkpoint import init_weights, mtp_config, write_mtp
 from tests.engine.attention.batches import make_batch
+from tests.engine.drafters import random_head
 from tests.engine.engine_helpers import note_drafts
 
 pytestmark = pytest.mark.gpu
@@ -85,13 +84,11 @@ def test_the_runners_agree(loaded: LoadedModel, async_scheduling: bool, enforce_
 
 
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
-def test_v1s_drafts_are_those_piece_by_piece(loaded: LoadedModel, method: str, tmp_path: Path) -> None:
+def test_v1s_drafts_are_those_piece_by_piece(loaded: LoadedModel, method: str) -> None:
     """Its drafter is captured behind each size of its forward; ten requests run at the size of sixteen."""
     spec: dict[str, Any] = {"method": method, "model": MODEL, "num_speculative_tokens": 3}
     if method == "mtp":
-        config = mtp_config(loaded.config)
-        write_mtp(tmp_path, config, init_weights(config, 3), torch.float32)
-        spec = {"method": method, "model": str(tmp_path)}
+        spec = {"method": method, "model": random_head(loaded)}
     results = []
     for eager in (False, True):
         keywords = ENGINE | {"async_scheduling": False, "enforce_eager": eager, "speculative_config": spec}

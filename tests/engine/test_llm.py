@@ -1,18 +1,14 @@
-"""LLM: named and behaving as vLLM's. Prompts, parameters, results, chat, metrics, step by step."""
+"""LLM: prompts, parameters, results, chat, metrics, step by step."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from engine import LLM, CompletionOutput, EngineConfig, Logprob, RequestOutput, SamplingParams
+from engine import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from engine.models import LoadedModel
 from tests.engine.engine_helpers import (
     assert_empty,
@@ -24,7 +20,6 @@ from tests.engine.engine_helpers import (
     prompt_of,
     reference,
     tiny_llm,
-    tiny_model,
     tokens_of,
 )
 from tests.engine.tiny_text import letters, text_model
@@ -45,47 +40,6 @@ def llm(request: pytest.FixtureRequest, loaded: LoadedModel) -> Iterator[LLM]:
     llm.close()
 
 
-# -- names -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_keywords_have_vllms_names() -> None:
-    expected = {
-        "model", "tokenizer", "dtype", "device", "seed", "max_model_len", "max_num_seqs",
-        "max_num_batched_tokens", "block_size",
-        "num_gpu_blocks_override", "gpu_memory_utilization", "enable_prefix_caching",
-        "enable_chunked_prefill", "scheduling_policy",
-        "async_scheduling", "use_v2_model_runner", "speculative_config", "load_format",
-        "enforce_eager", "skip_tokenizer_init",
-        "kernel_backend",
-    }  # fmt: skip
-    assert expected <= {field.name for field in dataclasses.fields(EngineConfig)}
-    sampling = {
-        "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
-        "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "n", "skip_special_tokens", "detokenize",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-        "structured_outputs", "bad_words_token_ids", "logits_processors",
-    }  # fmt: skip
-    assert sampling == {field.name for field in dataclasses.fields(SamplingParams)}
-    assert list(inspect.signature(LLM.generate).parameters)[1:] == ["prompts", "sampling_params", "use_tqdm"]
-    assert list(inspect.signature(LLM.chat).parameters)[1:4] == ["messages", "sampling_params", "use_tqdm"]
-    assert list(inspect.signature(LLM.stream).parameters)[1:] == ["prompt", "sampling_params"]
-
-
-def test_the_defaults_are_vllms() -> None:
-    params = SamplingParams()
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.n, params.max_tokens) == (
-        1.0,
-        1.0,
-        0,
-        0.0,
-        1,
-        16,
-    )
-    config = EngineConfig()
-    assert (config.enable_prefix_caching, config.enable_chunked_prefill, config.async_scheduling) == (True, True, True)
-    assert (config.block_size, config.gpu_memory_utilization, config.scheduling_policy) == (16, 0.9, "fcfs")
-
-
 # -- generate --------------------------------------------------------------------------------------------------------
 
 
@@ -99,101 +53,16 @@ def test_one_prompt_or_many_in_their_order(llm: LLM) -> None:
     assert len({output.request_id for output in [*one, *many]}) == 4
 
 
-@pytest.mark.parametrize(
-    ("prompt", "error", "message"),
-    [
-        (None, TypeError, "prompts must be a string"),
-        ([5], TypeError, "a prompt is a string or .* got int"),
-        ([[1, 2]], TypeError, "got list"),
-        ({}, ValueError, r"got the keys \[\]"),
-        ({"prompt": None}, ValueError, "got the keys"),
-        ({"prompt": 5}, TypeError, "text must be a string, got int"),
-        ({"prompt": "x", "promt_token_ids": [1]}, ValueError, "nothing else, got the keys .*'promt_token_ids'"),
-        ({"prompt_token_ids": "12"}, TypeError, "must be a list of token ids, got str"),
-        ({"prompt_token_ids": [1, True]}, ValueError, r"prompt_token_ids\[1\] = True: must be a token id"),
-        ({"prompt_token_ids": [1, 2.0]}, ValueError, r"prompt_token_ids\[1\] = 2.0"),
-        ({"prompt_token_ids": [1, np.int64(-1)]}, ValueError, r"prompt_token_ids\[1\]"),
-    ],
-    ids=str,
-)
-def test_what_is_no_prompt_is_told_so(llm: LLM, prompt: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        llm.generate(prompt, greedy(2), use_tqdm=False)
-    assert not llm.core.has_unfinished()
-
-
 def test_whole_numbers_of_numpy_are_token_ids(llm: LLM) -> None:
     output = llm.generate({"prompt_token_ids": list(np.array(PROMPTS[0]))}, greedy(5), use_tqdm=False)
     assert tokens_of(output) == [reference(PROMPTS[0], greedy(5))]
     assert {type(token) for token in output[0].prompt_token_ids} == {int}
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        *[({"priority": value}, "priority=") for value in ("high", 1.5, None, True, 2**63)],
-        *[({"request_id": value}, "request_id=") for value in ("", 5)],
-    ],
-    ids=str,
-)
-def test_a_request_that_could_never_be_scheduled_is_not_queued(
-    llm: LLM, keywords: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        llm.add(ids(*PROMPTS[0]), greedy(2), **keywords)
-    assert tokens_of(llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)) == [reference(PROMPTS[0], greedy(5))]
-
-
 def test_one_id_may_be_aborted_without_a_list(llm: LLM) -> None:
     llm.add(ids(*PROMPTS[0]), greedy(9), request_id="gone")
     llm.abort("gone")
     assert not llm.core.has_unfinished()
-
-
-def test_another_thread_is_refused_while_one_generates(llm: LLM) -> None:
-    """Between two steps of the first: whatever the second one would take or end is the first one's."""
-    errors: list[BaseException] = []
-
-    def elsewhere(use: Callable[[], Any]) -> None:
-        try:
-            use()
-        except RuntimeError as error:
-            errors.append(error)
-
-    step, uses = (
-        llm.core.step,
-        (llm.step, lambda: llm.add(ids(1)), lambda: llm.abort("0"), lambda: llm.generate(ids(1))),
-    )
-
-    def watched_step() -> list[RequestOutput]:
-        for use in uses if not errors else ():
-            other = threading.Thread(target=elsewhere, args=(use,))
-            other.start()
-            other.join(20)
-        return step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.core, "step", watched_step)
-        output = llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)
-    assert tokens_of(output) == [reference(PROMPTS[0], greedy(5))]
-    assert len(errors) == 4 and all("another thread is using this LLM" in str(error) for error in errors)
-    done: list[Any] = []
-    later = threading.Thread(target=lambda: done.extend(llm.generate(ids(*PROMPTS[0]), greedy(5), use_tqdm=False)))
-    later.start()
-    later.join(20)
-    assert tokens_of(done) == tokens_of(output)
-
-
-def test_an_engine_says_which_it_is(llm: LLM) -> None:
-    runner = llm.core.runner.name.upper()
-    assert repr(llm) == f"<LLM {llm.loaded.name}, {runner} on cpu>"
-
-
-def test_an_engine_ends_with_its_with_block() -> None:
-    with make_llm() as llm:
-        assert len(tokens_of(llm.generate(ids(1, 2, 3), greedy(2), use_tqdm=False))[0]) == 2
-    with pytest.raises(RuntimeError, match="this engine was closed"):
-        llm.generate(ids(1, 2, 3), greedy(2), use_tqdm=False)
 
 
 def test_a_result_has_vllms_fields(llm: LLM) -> None:
@@ -346,36 +215,3 @@ def test_the_more_urgent_goes_first(runner: str) -> None:
             llm.add(ids(*PROMPTS[index]), greedy(3), request_id=str(index), priority=priority)
         order = [output.request_id for _ in range(12) for output in llm.step() if output.finished]
     assert order == ["2", "1", "0"]
-
-
-def test_shared_weights_and_several_engines(loaded: LoadedModel) -> None:
-    engines = [make_llm(runner, loaded=loaded) for runner in ("v1", "v2", "v2")]
-    streams = [llm.stream(ids(*PROMPTS[i]), greedy(8)) for i, llm in enumerate(engines)]
-    last = {}
-    for _ in range(8):
-        for index, stream in enumerate(streams):
-            last[index] = next(stream).outputs[0].token_ids
-    assert [last[i] for i in range(3)] == [reference(PROMPTS[i], greedy(8)) for i in range(3)]
-    for stream, llm in zip(streams, engines, strict=True):
-        stream.close()
-        llm.close()
-
-
-# -- the model that stands in for a real one -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
-def test_dummy_models_read_their_whole_context(name: str) -> None:
-    """Else the tests here would see no fault in it: an early token changes the answer, and rounding does not."""
-    loaded = tiny_model(name)
-    prompts = [prompt_of(12, seed) for seed in range(16)]
-    changed = [[3 + (prompt[0] + 7) % 381, *prompt[1:]] for prompt in prompts]
-    with tiny_llm("v2", loaded=loaded, max_num_seqs=32, max_num_batched_tokens=512, num_gpu_blocks_override=600) as llm:
-        outputs = llm.generate([ids(*p) for p in [*prompts, *changed]], greedy(16, logprobs=2), use_tqdm=False)
-    tokens = tokens_of(outputs)
-    assert sum(a != b for a, b in zip(tokens[:16], tokens[16:], strict=True)) >= 15
-    assert sum(len(set(answer)) for answer in tokens) / len(tokens) > 8
-    gaps = sorted(
-        a - b for o in outputs for e in o.outputs[0].logprobs for a, b in [[v.logprob for v in e.values()][:2]]
-    )
-    assert gaps[len(gaps) // 2] > 1e-2 and gaps[len(gaps) // 50] > 1e-3

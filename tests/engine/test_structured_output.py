@@ -18,11 +18,10 @@ from tests.engine.engine_helpers import (
     ids,
     limited_steps,
     prompt_of,
-    replaced_model,
     run_trace,
     tiny_llm,
 )
-from tests.engine.grammars import ANSWERS, ENGINE, check_answer, held, token_of
+from tests.engine.grammars import ANSWERS, ENGINE, answer_behind_a_failed_step, check_answer, held, token_of
 
 
 @both_runners
@@ -151,19 +150,8 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
 def test_a_failed_step_does_not_lose_the_place_in_the_grammar(runner: str, loop: str, loaded: LoadedModel) -> None:
     params = held(regex="[a-z]{12}[0-9]{3}")
     with tiny_llm(runner, loop, loaded=loaded, **ENGINE) as llm:
-        expected = llm.generate(ids(*prompt_of(5)), params, use_tqdm=False)[0].outputs[0].text
-        llm.add(ids(*prompt_of(5)), params, request_id="a", final_only=True)
-        for _ in range(6):
-            llm.step()
-
-        def fail(*args: object) -> None:
-            raise RuntimeError("no logits today")
-
-        with replaced_model(llm, compute_logits=fail), pytest.raises(RuntimeError, match="no logits today"):
-            for _ in range(3):
-                llm.step()
-        text = next(output for _ in range(40) for output in llm.step()).outputs[0].text
-    assert re.fullmatch("[a-z]{12}[0-9]{3}", text) and text == expected
+        expected, answer = answer_behind_a_failed_step(llm, ids(*prompt_of(5)), params)
+    assert re.fullmatch("[a-z]{12}[0-9]{3}", answer) and answer == expected
 
 
 @both_runners

@@ -8,9 +8,9 @@ import pytest
 
 from engine.models import LoadedModel
 from tests.engine.drafters import ngram, ruled, sides
-from tests.engine.engine_helpers import EOS, TraceRequest, ids, limited_steps, replaced_model, run_trace
+from tests.engine.engine_helpers import EOS, TraceRequest, ids, limited_steps, run_trace
 from tests.engine.engine_helpers import tiny_llm as engine
-from tests.engine.grammars import ENGINE, count_samples, held, text
+from tests.engine.grammars import ENGINE, answer_behind_a_failed_step, count_samples, held, text
 
 pytestmark = pytest.mark.slow  # many engines
 
@@ -65,18 +65,7 @@ def test_where_nothing_is_left_the_request_ends_with_an_error(runner: str, loop:
 def test_a_failed_step_does_not_lose_the_place_in_the_grammar(runner: str, loop: str, loaded: LoadedModel) -> None:
     prompt, params = ids(*text("abcab" * 4)), held(regex="[a-c]{24}[0-9]{3}", temperature=0)
     with engine(runner, loop, loaded=loaded, **ENGINE, **ngram(2)) as llm, limited_steps(llm):
-        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
-        llm.add(prompt, params, request_id="a", final_only=True)
-        for _ in range(6):
-            llm.step()
-
-        def fail(*args: object) -> None:
-            raise RuntimeError("no logits today")
-
-        with replaced_model(llm, compute_logits=fail), pytest.raises(RuntimeError, match="no logits today"):
-            for _ in range(3):
-                llm.step()
-        answer = next(output for _ in range(60) for output in llm.step()).outputs[0].text
+        expected, answer = answer_behind_a_failed_step(llm, prompt, params)
     assert re.fullmatch("[a-c]{24}[0-9]{3}", answer) and answer == expected
 
 
