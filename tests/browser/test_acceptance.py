@@ -55,8 +55,10 @@ def test_drafts_are_opened_chosen_and_closed(page: Page, lab: LabServer, shots: 
 
 
 def choose_theme(page: Page, name: str) -> None:
-    """Settings ▸ Theme ▸ JupyterLab <name>, and waits until the page has it."""
+    """Settings ▸ Theme ▸ JupyterLab <name>, and waits until the page has it and the splash that hides the change is
+    gone."""
     page.locator(".lm-MenuBar-itemLabel", has_text="Settings").first.click()
     page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
     page.locator(".lm-Menu-itemLabel", has_text=f"JupyterLab {name}").first.click()
     page.locator(f"body[data-jp-theme-name='JupyterLab {name}']").wait_for(state="attached")
+    expect(page.locator("#jupyterlab-splash")).to_have_count(0)
